@@ -375,14 +375,14 @@ class TestFaults(TestCase):
         self.assertExpectedInline(
             "\n".join(found[0]),
             """\
-MP703: rank 1 called a reduction over ranks 0, 1, 2 with float32[1001] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot, this rank 0 with float32[1000] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot. Different: shape [1001] (rank 1), [1000] (rank 0). Nothing was reduced: every rank must bring the same shape, dtype, operation and contract
-MP703: rank 1 called a reduction over ranks 0, 1, 2 with int32[8] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot, this rank 0 with float32[8] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot. Different: dtype int32 (rank 1), float32 (rank 0). Nothing was reduced: every rank must bring the same shape, dtype, operation and contract
-MP703: rank 1 called a reduction over ranks 0, 1, 2 with float32[8] for all_reduce max over 3 ranks, contract v1/tree/wide/once, path two_shot, this rank 0 with float32[8] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot. Different: op max (rank 1), sum (rank 0). Nothing was reduced: every rank must bring the same shape, dtype, operation and contract
-MP703: rank 1 called a reduction over ranks 0, 1, 2 with float32[8] for all_reduce sum over 3 ranks, contract v1/rank/wide/once, path two_shot, this rank 0 with float32[8] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot. Different: contract v1/rank/wide/once (rank 1), v1/tree/wide/once (rank 0). Nothing was reduced: every rank must bring the same shape, dtype, operation and contract""",
+MP703: rank 1 called a reduction over ranks 0, 1, 2 with float32[1001] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot, this rank 0 with float32[1000] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot. Different: shape [1001] (rank 1), [1000] (rank 0). Nothing was reduced: every rank must pass the same shape, dtype, operation and contract
+MP703: rank 1 called a reduction over ranks 0, 1, 2 with int32[8] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot, this rank 0 with float32[8] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot. Different: dtype int32 (rank 1), float32 (rank 0). Nothing was reduced: every rank must pass the same shape, dtype, operation and contract
+MP703: rank 1 called a reduction over ranks 0, 1, 2 with float32[8] for all_reduce max over 3 ranks, contract v1/tree/wide/once, path two_shot, this rank 0 with float32[8] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot. Different: op max (rank 1), sum (rank 0). Nothing was reduced: every rank must pass the same shape, dtype, operation and contract
+MP703: rank 1 called a reduction over ranks 0, 1, 2 with float32[8] for all_reduce sum over 3 ranks, contract v1/rank/wide/once, path two_shot, this rank 0 with float32[8] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot. Different: contract v1/rank/wide/once (rank 1), v1/tree/wide/once (rank 0). Nothing was reduced: every rank must pass the same shape, dtype, operation and contract""",
         )
         self.assertExpectedInline(
             found[1][0],
-            """MP703: rank 0 called a reduction over ranks 0, 1, 2 with float32[1000] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot, this rank 1 with float32[1001] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot. Different: shape [1000] (rank 0), [1001] (rank 1). Nothing was reduced: every rank must bring the same shape, dtype, operation and contract""",
+            """MP703: rank 0 called a reduction over ranks 0, 1, 2 with float32[1000] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot, this rank 1 with float32[1001] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot. Different: shape [1000] (rank 0), [1001] (rank 1). Nothing was reduced: every rank must pass the same shape, dtype, operation and contract""",
         )
 
     @pytest.mark.full
@@ -505,7 +505,7 @@ class TestWrongCalls(TestCase):
             """\
 MP412: torch.complex64 is outside the contract; convert to one of float32, bfloat16, float16, float64, int8, int16, int32, int64, uint8
 MP412: torch.bool is outside the contract; convert to one of float32, bfloat16, float16, float64, int8, int16, int32, int64, uint8
-MP412: a tensor on torch.sparse_coo cannot be reduced through the memory that these ranks share; bring a strided tensor on the device of their group, or take the path exchange
+MP412: a tensor on torch.sparse_coo cannot be reduced through the memory that these ranks share; pass a strided tensor on the device of their group, or path='exchange'
 MP412: avg of torch.int32 has no exact result, the contract defines avg for floats only; reduce with 'sum' and divide as you need, or convert to a floating dtype first
 MP411: no reduction 'mean' in the contract; use one of sum, avg, max, min, product
 MP411: axes of [3] are not 2 ranks; pass axis sizes whose product is 2

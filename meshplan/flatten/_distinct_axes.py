@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -40,8 +40,8 @@ def read_distinct(
 
 def list_distinct(distinct: Iterable[DistinctAxis] | DistinctAxis) -> list[DistinctAxis]:
     """The declarations, not checked yet; one may stand without a list."""
-    alone = isinstance(distinct, str) or not isinstance(distinct, Iterable)
-    return [distinct] if alone else list(distinct)
+    items: Any = distinct
+    return list(items) if isinstance(items, Iterable) and not isinstance(items, str) else [items]
 
 
 def ranks_along(
