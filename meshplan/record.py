@@ -152,7 +152,7 @@ def _by_value(values: Mapping[str, Sequence[int]]) -> str:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """One or more ranks in words, the first 16 of them."""
-    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    shown = ", ".join(map(str, ranks[:16])) + f", ... ({len(ranks)} ranks)" * (len(ranks) > 16)
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
 
 

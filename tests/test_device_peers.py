@@ -215,7 +215,7 @@ class TestFaults(TestCase):
         self.assertExpectedInline(
             run_ranks(ranks, 2)[0],
             """\
-MP412: a tensor on torch.sparse_coo cannot be reduced through the memory that these ranks share; bring a strided tensor on the device of their group, or take the path exchange
+MP412: a tensor on torch.sparse_coo cannot be reduced through the memory that these ranks share; pass a strided tensor on the device of their group, or path='exchange'
 MP412: torch.complex64 is outside the contract; convert to one of float32, bfloat16, float16, float64, int8, int16, int32, int64, uint8""",
         )
 

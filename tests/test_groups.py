@@ -512,7 +512,7 @@ def test_failed_creation_on_one_member_fails_all_and_recovers(
     for message, sum_of_ones in found:
         assert re.sub(r"\d\.\d s later", "N s later", message) == (
             "MP502: the group of ranks 2, 1, 0 was agreed on but could not be created, rank 1 "
-            "failed: RuntimeError: no cable (ranks 2, 0 had not come N s later); the members have dropped it and the next call tries "
+            "failed: RuntimeError: no cable (ranks 2, 0 still missing N s later); the members have dropped it and the next call tries "
             "again"
         )
         assert sum_of_ones == 3.0

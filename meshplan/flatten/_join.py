@@ -582,7 +582,7 @@ def _reason(
     store.set(f"{prefix}/ready/token/{rank}", Record.of(group="failed").pack())
     others = [r for r in members.ranks if r != rank]
     missing = wait_for_ranks(store, f"{prefix}/ready", others, wait)
-    absent = f" ({ranks_text(missing)} had not come {wait:.1f} s later)" if missing else ""
+    absent = f" ({ranks_text(missing)} still missing {wait:.1f} s later)" if missing else ""
     return f"{type(failure).__name__}: {format_failure(failure)}{absent}"
 
 

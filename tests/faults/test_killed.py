@@ -135,7 +135,7 @@ def test_kill_during_group_creation_is_named(moment: str) -> None:
         assert name == "GroupCreationError"
         assert "the group of ranks 3, 1, 0, 2 was agreed on but could not be created" in message
         # With it may be named who still waits for it.
-        assert re.search(r"ranks? (\d, )*1(, \d)* (had not come \d\.\d s|did not finish)", message)
+        assert re.search(r"ranks? (\d, )*1(, \d)* (still missing \d\.\d s|did not finish)", message)
 
 
 def inside(path: str) -> None:
