@@ -85,6 +85,18 @@ class StopTest(TestCase):
             """MP707: --require bitwise: run/test_require.py <lambda>: all_reduce sum over gloo, 2 ranks, of float32 is outside the contract, in the backend's own order; convert the tensor to a dtype and layout of the contract""",
         )
 
+    def test_reduction_that_is_requested_so(self) -> None:
+        def job(*_: Any) -> str:
+            ones = torch.ones(2)
+            return stopped(lambda: meshplan.deterministic_all_reduce(ones, path="native"))
+
+        texts, _ = observe_ranks(job, settings=REQUIRE)
+        assert len(set(texts)) == 1
+        self.assertExpectedInline(
+            texts[0],
+            """MP707: --require bitwise: run/test_require.py <lambda>: all_reduce sum over gloo, 2 ranks, of float32 is outside the contract, in the backend's own order; remove the policy or path that requests this order""",
+        )
+
     def test_setting_that_varies_bits(self) -> None:
         def job(*_: Any) -> list[str]:
             model, optimizer = make_model()
