@@ -42,7 +42,7 @@ _BLOCK_BYTES = 4 * _WORDS
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST_BLOCK = 1 << 32
-# Of a strided tensor on a CPU: what is copied before it is read.
+# On a CPU; pieces of a strided tensor are copied before they are read.
 _COPIED_BYTES = 4 << 20
 # In plain torch, on a CPU and elsewhere; temporary tensors are at most five times as large.
 _CPU_PIECE_BYTES = 1 << 20
@@ -90,14 +90,9 @@ def _signed(word: int) -> int:
 
 def _compiled(tensor: Tensor, head: Sequence[int]) -> list[int]:
     lanes = (ctypes.c_longlong * _LANES)(*head)
-    add = library().mp_digest
-    flat = flat_bytes(tensor)
-    if flat is not None:
-        add(flat.data_ptr(), flat.numel(), 0, lanes)
-        return list(lanes)
     first = 0
     for piece in byte_pieces(tensor, _COPIED_BYTES):
-        add(piece.data_ptr(), piece.numel(), first, lanes)
+        library().mp_digest(piece.data_ptr(), piece.numel(), first, lanes)
         first += _COPIED_BYTES // _BLOCK_BYTES
     return list(lanes)
 
@@ -170,25 +165,19 @@ def integers(tensor: Tensor) -> Tensor:
     return plain.view(_INTEGER_OF_SIZE[plain.element_size()])
 
 
-def flat_bytes(tensor: Tensor) -> Tensor | None:
-    """All bytes as one 1-D uint8 view if they are contiguous, else ``None``."""
-    plain = integers(tensor)
-    return _flat(plain) if plain.is_contiguous() else None
-
-
 def byte_pieces(tensor: Tensor, size: int) -> Iterator[Tensor]:
     """All bytes of a tensor in contiguous 1-D uint8 pieces of ``size`` bytes on its device, a
     multiple of 8; the last may be shorter. The boundaries do not depend on the strides.
     """
     # At most two pieces are copies at any time.
-    flat = flat_bytes(tensor)
-    if flat is not None:
-        if flat.numel():
-            yield from torch.split(flat, size)
+    plain = integers(tensor)
+    if plain.is_contiguous():
+        if plain.numel():
+            yield from torch.split(_flat(plain), size)
         return
     held: list[Tensor] = []
     room = size
-    for part in _parts(integers(tensor), size):
+    for part in _parts(plain, size):
         while part.numel():
             held.append(part[:room])
             part = part[room:]

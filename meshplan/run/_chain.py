@@ -225,9 +225,7 @@ class CertificateFile:
 
 
 def _open_alone(path: str) -> int:
-    """The descriptor of an emptied file that this process writes alone until it ends; -1 if another
-    process writes it.
-    """
+    """The descriptor of a file that is empty now; -1 if another process writes it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         # Not flock, whose locks children of the job keep that outlive it.

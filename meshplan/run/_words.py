@@ -89,34 +89,37 @@ def _add_up(bits: Tensor, spans: Spans) -> Tensor:
     first, last = spans[dim]
     if cut < last:
         # The words of the parts of a tensor add up to its own.
-        for part, span in zip(
-            torch.split(bits, [cut - first, last - cut], dim),
-            ((first, cut), (cut, last)),
-            strict=True,
-        ):
-            total += _add_up(part, (*spans[:dim], span, *spans[dim + 1 :]))
+        for one in ((first, cut), (cut, last)):
+            part = bits.narrow(dim, one[0] - first, one[1] - one[0])
+            total += _add_up(part, (*spans[:dim], one, *spans[dim + 1 :]))
         return total
     if alone:
-        bits = bits.unflatten(0, (-1, _COLUMNS))
+        bits = bits.view(-1, _COLUMNS)
         keys = _draw(0, start // _COLUMNS, stop // _COLUMNS, bits.device)
         columns = _draw(1, 0, _COLUMNS, bits.device)
     else:
         keys = _keys_of(0, start, stop, bits.device)
         columns = _multiply_keys(spans[1:], bits.device)
-    rows, numbers = len(bits), columns.shape[1]
+    numbers = columns.shape[1]
     if bits.device.type == "cpu" and available() and bits[0].is_contiguous():
-        where = bits.data_ptr(), rows, bits.stride(0), numbers
-        known = keys.data_ptr(), columns.data_ptr()
-        library().mp_add_words(*where, *known, bits.element_size(), total.data_ptr())
+        library().mp_add_words(
+            bits.data_ptr(),
+            len(bits),
+            bits.stride(0),
+            numbers,
+            keys.data_ptr(),
+            columns.data_ptr(),
+            bits.element_size(),
+            total.data_ptr(),
+        )
         return total
     # On a GPU each piece is some launches.
     step = max(1, (_PIECE << 5 * bits.is_cuda) // numbers)
-    for at in range(0, rows, step):
-        piece = bits[at : at + step].to(torch.int64)
+    for piece, some in zip(torch.split(bits, step), torch.split(keys, step, 1), strict=True):
+        piece = piece.to(torch.int64)
         if bits.element_size() == 8:
             piece = torch.stack((piece & _LOWER, piece >> 32), -1)
-        piece = piece.reshape(-1, numbers).t()
-        products = keys[:, None, at : at + step] * piece
+        products = some[:, None] * piece.reshape(-1, numbers).t()
         total += (products.sum(2) * columns).sum(1)
     return total
 
@@ -131,13 +134,11 @@ def _multiply_keys(spans: Spans, device: torch.device) -> Tensor:
     return found
 
 
+@lru_cache(maxsize=64)
 def _keys_of(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
-    """The keys of indices, each of a block of them and of a place in it: int64 [lanes, indices]."""
-    keep = stop - start <= _COLUMNS
-    return (_keep_keys if keep else _make_keys)(dim, start, stop, device)
-
-
-def _make_keys(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
+    """The keys of indices, each of a block of them and of a place in it: int64 [lanes, indices].
+    Few spans of a job differ: its tensors have rows and columns of some sizes.
+    """
     first, last = start // _COLUMNS, -(-stop // _COLUMNS)
     blocks = _draw(2 * dim, first, last, device)
     places = _draw(2 * dim + 1, 0, _COLUMNS, device)
@@ -151,9 +152,6 @@ def _draw(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
     numbers = torch.arange(start, stop, dtype=torch.int64, device=device)
     # Below 2^40: no two of these numbers are the same.
     return mixed((((2 * dim + lanes + 2) << 40) + numbers) * _PRIME) | 1
-
-
-_keep_keys = lru_cache(maxsize=512)(_make_keys)
 
 
 def find_weights(text: str) -> tuple[int, int]:
