@@ -23,7 +23,7 @@ class Source(NamedTuple):
     """More about a reduction, for who observes a job."""
 
     group: Any  # a process group, the groups of a step, or ranks
-    tensors: Sequence[Any] = ()  # summands of another backend's reduction
+    tensors: Sequence[Any] = ()  # that an all-reduce overwrites; of another backend also others
     contract: str | None = None
     described: str | None = None  # the group, in words
 

@@ -219,10 +219,11 @@ class _Events:
         *,
         audited: bool = False,
         groups: Any = None,
+        written: Sequence[Tensor] = (),
     ) -> None:
         """Count one event, with the sizes of this rank's summand (``None``: unknown) and the host's
         seconds until the call returned. ``audited``: the call was compared with the reference.
-        ``groups``: of ``Source``.
+        ``groups``, ``written``: of ``Source``.
         """
         with self._lock:
             tally = self._tallies.get(event)
@@ -247,7 +248,7 @@ class _Events:
         else:
             _LOG.debug("%s", event)
         if OBSERVING.observer is not None and event.contract is not None and not event.traced:
-            source = Source(groups, (), event.contract, event.group)
+            source = Source(groups, written, event.contract, event.group)
             count_contract(event.asked, event.dtype, event.ranks, nbytes, seconds, source)
 
     def snapshot(self) -> Report:

@@ -128,6 +128,7 @@ class BoundReduction:
         traced: bool | None = None,  # ``is_traced(tensor)``, where the caller has called it
         ticket: int = NO_TICKET,  # the word of the call, which ranks compare
         calls: str = "",  # the name by which a traced reduction takes a ticket when it runs
+        written: Sequence[Tensor] = (),  # that the caller overwrites with an all-reduce
     ) -> Tensor:
         """Reduce ``tensor``: the result or this rank's shard, contiguous. Its last collective may
         be under way on GPUs and by path ``native``: ``wait_tensor`` waits for it (where torch
@@ -186,7 +187,8 @@ class BoundReduction:
             )
         # The size of a traced tensor may be a symbol: to compare it would add a guard to the graph.
         sizes = {} if traced else {"elements": tensor.numel(), "nbytes": tensor.nbytes}
-        record(event, seconds=seconds, audited=audits, groups=groups, **sizes)
+        observed = {"groups": groups, "written": written}
+        record(event, seconds=seconds, audited=audits, **observed, **sizes)
         if error is not None:
             # All ranks raise it: the audit has the same result on each.
             raise error
@@ -198,10 +200,13 @@ class BoundReduction:
         groups: StepGroups,
         ticket: int,
         traced: bool | None = None,
+        written: Sequence[Tensor] = (),
     ) -> Tensor:
         """As ``start``, waited for; counts the call, and audits it where that is its turn."""
-        audit = 0 if self.audit is None else self.next_audit(tensor, groups)
-        pending = self.start(tensor.detach(), groups, audit=audit, traced=traced, ticket=ticket)
+        how: dict[str, Any] = {"traced": traced, "ticket": ticket, "written": written}
+        if self.audit is not None:
+            how["audit"] = self.next_audit(tensor, groups)
+        pending = self.start(tensor.detach(), groups, **how)
         result: Tensor = _ops.wait_tensor(pending)
         return result
 
@@ -215,6 +220,7 @@ class BoundReduction:
         if chosen is not None and not chosen.was_sought and self.groups() is not None:
             chosen.kernel, chosen.was_sought = self._find_kernel(chosen, message), True
         kernel = None if chosen is None else chosen.kernel
+        written = (out,) if self.step.kind == "all_reduce" else ()
         rounds = message.dtype.is_floating_point and self.step.op not in ("max", "min")
         # The ordinary way refuses a thread that flushes subnormal numbers, and leaves the summand
         # for ``keep``.
@@ -224,7 +230,7 @@ class BoundReduction:
             if groups is None:
                 return False
             with torch.inference_mode(out.is_inference()), torch.no_grad():
-                result = self.run(message, groups, ticket, traced=False)
+                result = self.run(message, groups, ticket, traced=False, written=written)
                 # Whoever reads the version of ``out`` has seen it rise when the call was issued.
                 out.data.copy_(result.view(out.shape))
             return True
@@ -239,7 +245,7 @@ class BoundReduction:
         event = next(iter(chosen.events.values()))
         seconds = time.perf_counter() - started
         sizes = message.numel(), message.nbytes
-        record(event, *sizes, seconds, groups=pg)
+        record(event, *sizes, seconds, groups=pg, written=written)
         return True
 
     def _choose(self, tensor: Tensor, groups: StepGroups, traced: bool) -> ChosenPath:

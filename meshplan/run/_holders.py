@@ -229,7 +229,7 @@ class ReductionTable(CoverageStep):
         # Torch does not know the ranks of each group, and sparse tensors have no memory.
         with suppress(Exception):
             ranks = ranks_of(group)
-            if row.reduction.startswith("all_reduce"):
+            if contract is not None or row.reduction.startswith("all_reduce"):
                 self._parameters.note_reduction(tensors, ranks)
         if self.skip is not None:
             if contract is None:
