@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import PurePath
 from typing import TextIO
 
@@ -117,22 +120,16 @@ def make_relative(file: str) -> str:
     return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
 
 
-# A line is made of pieces: a text, and its style, which may be empty.
+# A line is made of pieces: a text, and a style of rich's, which may be empty.
 _Line = list[tuple[str, str]]
 _STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
-# Of terminals.
-_CODES = {
-    **{"bold red": "1;31", "bold yellow": "1;33", "bold blue": "1;34"},
-    **{"bold green": "1;32", "bold": "1", "dim": "2", "cyan": "36"},
-}
 
 
 def wants_color(stream: TextIO, environment: Mapping[str, str]) -> bool:
-    """Whether a report should have colours: on a terminal that has some, and unless ``NO_COLOR`` is
-    set to something (https://no-color.org).
+    """Whether a report should have colours: on a terminal, if ``rich`` is installed, and unless
+    ``NO_COLOR`` is set to something (https://no-color.org).
     """
-    is_plain = environment.get("NO_COLOR") or environment.get("TERM") == "dumb"
-    return stream.isatty() and not is_plain
+    return stream.isatty() and not environment.get("NO_COLOR") and find_spec("rich") is not None
 
 
 def render_concise(report: LintReport) -> str:
@@ -158,14 +155,24 @@ def render_concise(report: LintReport) -> str:
 
 
 def render_text(report: LintReport, *, color: bool = False) -> str:
-    lines = (
-        "".join(
-            f"\x1b[{_CODES[style]}m{text}\x1b[0m" if color and style else text
-            for text, style in line
-        )
-        for line in _write_lines(report)
+    """The report; ``color`` has no effect unless ``rich`` is installed."""
+    lines = list(_write_lines(report))
+    if not color or find_spec("rich") is None:
+        return "".join("".join(text for text, _ in line) + "\n" for line in lines)
+    # By name: the type checker must not need a package that is optional.
+    console = import_module("rich.console").Console
+    text = import_module("rich.text").Text
+    out = io.StringIO()
+    terminal = console(
+        file=out,
+        force_terminal=True,
+        color_system="standard",
+        no_color=False,
+        highlight=False,
     )
-    return "".join(f"{line}\n" for line in lines)
+    for line in lines:
+        terminal.print(text.assemble(*line), soft_wrap=True)
+    return out.getvalue()
 
 
 def _write_lines(report: LintReport) -> Iterator[_Line]:
