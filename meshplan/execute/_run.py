@@ -186,9 +186,10 @@ class BoundReduction:
                 call=audit,
             )
         # The size of a traced tensor may be a symbol: to compare it would add a guard to the graph.
-        sizes = {} if traced else {"elements": tensor.numel(), "nbytes": tensor.nbytes}
-        observed = {"groups": groups, "written": written}
-        record(event, seconds=seconds, audited=audits, **observed, **sizes)
+        numbers: dict[str, Any] = {"seconds": seconds, "audited": audits}
+        if not traced:
+            numbers |= {"elements": tensor.numel(), "nbytes": tensor.nbytes}
+        record(event, groups=groups, written=written, **numbers)
         if error is not None:
             # All ranks raise it: the audit has the same result on each.
             raise error
