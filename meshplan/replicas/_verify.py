@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import index
 from typing import SupportsIndex
@@ -21,22 +21,34 @@ from meshplan._torch import device_types_of
 from meshplan._uncompiled import never_compiled, refuse_in_graph
 from meshplan.errors import (
     GroupStateError,
+    MeshplanError,
+    PlacementError,
     PolicyError,
     ReplicaDivergenceError,
     ReplicaInputError,
+    SignatureMismatchError,
 )
-from meshplan.flatten import is_worker_thread
-from meshplan.flatten._distinct_axes import DistinctAxis, list_distinct, read_distinct
+from meshplan.flatten import is_worker_thread, this_rank
+from meshplan.flatten._distinct_axes import (
+    DistinctAxis,
+    DistinctGroup,
+    list_distinct,
+    read_distinct,
+)
 from meshplan.kernel import DIGEST_VERSION, digest_table
 from meshplan.layout import Layout
 from meshplan.replicas._comparison import (
     CheckOptions,
     CopiedTensor,
     RepairPlan,
+    ReplicaAxes,
+    ReplicaChannel,
     ReplicaReport,
+    ReplicaSet,
     axis_labels,
+    compare_sets,
+    hash_lines,
 )
-from meshplan.replicas._scope import MeshTensors, compare_scope
 from meshplan.replicas._tensors import (
     NamedTensor,
     TensorSource,
@@ -135,9 +147,9 @@ def _compare(
     distinct: Iterable[DistinctAxis],
     about: str,
     options: CheckOptions,
-) -> list[MeshTensors]:
+) -> list[_MeshTensors]:
     scope_mesh = _default_mesh(tensors) if mesh is None else mesh
-    parts = {scope_mesh: MeshTensors(scope_mesh, Layout.from_mesh(scope_mesh))}
+    parts = {scope_mesh: _MeshTensors(scope_mesh, Layout.from_mesh(scope_mesh))}
     source = options.repair.source if options.repair else None
     if source not in (None, *parts[scope_mesh].layout.ranks):
         ranks = parts[scope_mesh].layout
@@ -146,7 +158,7 @@ def _compare(
         own = scope_mesh if mesh is not None or tensor.mesh is None else tensor.mesh
         # On ranks outside of its mesh a DTensor has no data.
         if own.get_coordinate() is not None:
-            part = parts.setdefault(own, MeshTensors(own, Layout.from_mesh(own)))
+            part = parts.setdefault(own, _MeshTensors(own, Layout.from_mesh(own)))
             part.tensors.append(tensor)
     own_meshes = [tensor.mesh for tensor in tensors if tensor.mesh is not None]
     declared = read_distinct(distinct, [scope_mesh, *own_meshes])
@@ -157,7 +169,7 @@ def _compare(
         scope.group(header)
         scope.compare(options)
     else:
-        elsewhere = compare_scope(scope, others, declared, header, options)
+        elsewhere = _compare_scope(scope, others, declared, header, options)
     if not tensors and not elsewhere:
         raise ReplicaInputError(
             "no rank passed a tensor, so nothing was compared; pass a module, or a list if a "
@@ -357,3 +369,169 @@ class ReplicaCheck:
         ignores.
         """
         self()
+
+
+# One call over tensors on several meshes, or of ranks that hold other parameters.
+#
+# The ranks of the call are its scope: all ranks of the mesh that the caller passed, or of the job.
+# They start with one message and end with another, so that all of them raise an error where one
+# slice of a mesh differs. Between these each mesh is compared by its own ranks, in one order on
+# all. The start message has a hash of this rank's coordinates along the declared axes, as ranks of
+# equal ones hold the same parameters, and of each mesh, so that no rank waits there for one without
+# tensors.
+
+# Rows of the start message: the coordinates, and meshes. One row is left for plain tensors.
+_NOTES = 6
+
+
+@dataclass(slots=True)
+class _MeshTensors:
+    """Tensors that are compared over one mesh; ``layout`` shrinks to the ranks that compare."""
+
+    mesh: DeviceMesh
+    layout: Layout
+    tensors: list[NamedTensor] = field(default_factory=list)
+    sets: list[ReplicaSet] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    def group(self, header: str) -> None:
+        axes = ReplicaAxes(self.mesh, self.layout, this_rank())
+        by_axes: dict[tuple[int, ...], list[NamedTensor]] = {}
+        self.lines = [f"{header}, mesh {self.layout}"]
+        for tensor in self.tensors:
+            along = axes.find(tensor)
+            labels = ", ".join(axis_labels(self.layout, along)) or "no axis"
+            self.lines.append(f"{tensor}, replicas along {labels}")
+            if along:
+                by_axes.setdefault(along, []).append(tensor)
+        self.sets = [
+            ReplicaSet(along, found, digest_table([one.local for one in found]))
+            for along, found in sorted(by_axes.items(), key=lambda pair: pair[0])
+        ]
+
+    def compare(self, options: CheckOptions) -> None:
+        if self.layout.world_size > 1:
+            channel = ReplicaChannel(self.mesh, self.layout, options.call)
+            compare_sets(channel, self.sets, self.lines, options)
+
+
+def _compare_scope(
+    scope: _MeshTensors,
+    others: list[_MeshTensors],
+    distinct: Sequence[DistinctGroup],
+    header: str,
+    options: CheckOptions,
+) -> bool:
+    """Compare all parts; whether any rank has tensors on other meshes, or with ``distinct``."""
+    # Ranks that wait for each other on several meshes take them in the same order.
+    others.sort(
+        key=lambda part: (
+            tuple(part.layout.ranks),
+            part.layout.sizes,
+            part.layout.axes,
+        )
+    )
+    first = scope
+    if distinct:
+        # Lists may differ between ranks that hold other parameters, so that the scope as a whole
+        # compares none.
+        header += f", distinct along {', '.join(group.label for group in distinct)}"
+        first = _MeshTensors(scope.mesh, scope.layout, lines=[f"{header}, mesh {scope.layout}"])
+        others += [scope] if scope.tensors else []
+    else:
+        for part in (scope, *others):
+            part.group(header)
+    if len(others) >= _NOTES:
+        raise PolicyError(
+            f"the tensors are on {len(others)} meshes, and one call compares at most "
+            f"{_NOTES - 1}; compare the tensors of some meshes in another call"
+        )
+    ranks = tuple(scope.layout.ranks)
+    if len(ranks) == 1:
+        return bool(others)
+    notes = [hash_lines([str(group.coordinate) for group in distinct])]
+    for part in others:
+        layout = part.layout
+        notes.append(hash_lines([repr((layout.axes, layout.sizes, tuple(layout.ranks)))]))
+    channel = ReplicaChannel(scope.mesh, scope.layout, options.call)
+    padded = notes + [(0, 0)] * (_NOTES - len(notes))
+    gathered = compare_sets(channel, first.sets, first.lines, options, padded)
+    if not bool(gathered[:, 1:].any()):
+        return False
+    words = {
+        rank: [tuple(row) for row in rows]
+        for rank, rows in zip(ranks, gathered.tolist(), strict=True)
+    }
+    peers = {rank for rank, rows in words.items() if rows[0] == notes[0]}
+    failure: MeshplanError | None = None
+    for part, note in zip(others, notes[1:], strict=True):
+        part.layout = _restrict(part.layout, peers)
+        absent = [rank for rank in part.layout.ranks if note not in words[rank][1:]]
+        try:
+            _compare_part(part, absent, header if distinct else None, options)
+        except (
+            PlacementError,
+            ReplicaDivergenceError,
+            SignatureMismatchError,
+        ) as error:
+            failure = failure or error
+    _share_failure(channel, failure, options.step)
+    return True
+
+
+def _compare_part(
+    part: _MeshTensors,
+    absent: list[int],
+    header: str | None,
+    options: CheckOptions,
+) -> None:
+    if absent:
+        raise SignatureMismatchError(
+            f"rank{'s' if len(absent) > 1 else ''} {format_first(absent)} passed no tensors on "
+            f"mesh {part.layout} to the comparison of replicas, and other ranks did; pass the same "
+            "tensors on all ranks that share a mesh",
+            rank=absent[0],
+        )
+    misplaced: PlacementError | None = None
+    if header is not None:
+        try:
+            part.group(header)
+        except PlacementError as error:
+            # The other ranks of the mesh wait for this one: they get the text as its list.
+            misplaced, part.lines = error, [str(error)]
+    try:
+        part.compare(options)
+    finally:
+        if misplaced is not None:
+            raise misplaced
+
+
+def _restrict(layout: Layout, ranks: set[int]) -> Layout:
+    """The layout of those of ``ranks`` that are in it, with its axes if they fill some of them."""
+    members = tuple(rank for rank in layout.ranks if rank in ranks)
+    if len(members) == layout.world_size:
+        return layout
+    rank = this_rank()
+    kept = [i for i in range(len(layout.sizes)) if ranks.issuperset(layout.group_of(rank, i) or ())]
+    if kept and layout.group_of(rank, kept) == members:
+        names = tuple(layout.axes[i] for i in kept)
+        return Layout(tuple(layout.sizes[i] for i in kept), names, members)
+    return Layout((len(members),), ("rank",), members)
+
+
+def _share_failure(
+    channel: ReplicaChannel, failure: MeshplanError | None, step: int | None
+) -> None:
+    flags = torch.tensor([failure is not None], dtype=torch.int64, device="cpu")
+    failed = channel.gather(flags).flatten().nonzero().flatten().tolist()
+    if not failed:
+        return
+    differing = failure.tensors if isinstance(failure, ReplicaDivergenceError) else 0
+    text = str(failure.args[0]) if failure is not None else ""
+    differing, text = channel.broadcast([differing, text], failed[0])
+    if failure is not None:
+        raise failure
+    if differing:
+        raise ReplicaDivergenceError(text, tensors=differing, step=step)
+    rank = channel.layout.ranks[failed[0]]
+    raise SignatureMismatchError(f"on rank {rank}: {text}", rank=rank)
