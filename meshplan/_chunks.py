@@ -1,4 +1,4 @@
-"""Lengths of the shards of a dim, as DTensor splits it."""
+"""Lengths of the shards of a dim, as DTensor splits it, and of subtrees that fill a range."""
 
 from __future__ import annotations
 
@@ -23,3 +23,17 @@ def nested_chunk_sizes(size: int, axes: Sequence[int]) -> list[int]:
     for axis in axes:
         lengths = [part for length in lengths for part in chunk_sizes(length, axis)]
     return lengths
+
+
+def cover_range(start: int, stop: int) -> list[tuple[int, int]]:
+    """The largest aligned blocks of a power of two that fill ``[start, stop)``, in order.
+
+    A block is ``[i * 2^j, (i + 1) * 2^j)``. An empty range has none.
+    """
+    blocks = []
+    while start < stop:
+        fits = 1 << (stop - start).bit_length() - 1
+        size = min(fits, start & -start) if start else fits
+        blocks.append((start, start + size))
+        start += size
+    return blocks

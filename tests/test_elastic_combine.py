@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshplan import Contract, reduce_leaves
+from meshplan._chunks import cover_range
 from meshplan.collectives import Work
 from meshplan.elastic import MicroBatches
-from meshplan.elastic._combine import TreeSum, block_sizes
-from meshplan.elastic._hooks import LeafSums
+from meshplan.elastic._hooks import LeafSums, TreeSum
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 
 F32, F64 = torch.float32, torch.float64
@@ -172,7 +172,8 @@ def test_few_sums_are_kept() -> None:
         for count in range(1, 65):
             tree.add(torch.ones(1))
             sizes = [size for _, size, _ in tree._kept]
-            assert sizes == block_sizes(start, count)
+            cover = cover_range(start, start + count)
+            assert sizes == [stop - first for first, stop in cover]
             assert start or len(sizes) == count.bit_count()
         blocks = tree.take_blocks()
         assert sum(total.item() for _, total in blocks) == 64

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import meshplan
 from meshplan import Contract, kernel, reduce_leaves
 from meshplan.elastic import GradientAccumulator
-from meshplan.elastic._combine import exact_sum
+from meshplan.elastic._gradients import exact_sum
 from meshplan.errors import ContractError, ElasticError, IntegrationError
 from meshplan.integrations.fsdp import ReduceScatter
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from meshplan._chunks import cover_range
 from meshplan.definition import reduce_leaves
 from meshplan.errors import ContractError
 from meshplan.testing import assert_bitwise_equal, order_sensitive
-from meshplan.testing._segments import LeafRange, cover_range, join_blocks, sum_blocks
+from meshplan.testing._segments import LeafRange, join_blocks, sum_blocks
 
 
 @st.composite

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from meshplan._torch import BatchNorm
-from meshplan.elastic._combine import exact_sum
+from meshplan.backend._group import MeshplanProcessGroup
 from meshplan.elastic._hooks import (
     LeafSums,
     check_batch_norms,
@@ -26,14 +28,13 @@ from meshplan.elastic._hooks import (
     sum_shards,
     watch_gradients,
 )
-from meshplan.elastic._meshes import check_options, check_order, check_parameter
 from meshplan.elastic._micro_batches import (
     MicroBatches,
     check_count,
     mix,
     seed_micro_batch,
 )
-from meshplan.errors import ElasticError
+from meshplan.errors import ContractError, ElasticError
 from meshplan.integrations._groups import check_group
 from meshplan.kernel import reduce_into
 
@@ -94,7 +95,7 @@ class GradientAccumulator:
             groups = [check_group(model.process_group, "the model")]
         elif mesh is not None and any(isinstance(one, FSDPModule) for one in model.modules()):
             groups = [check_group(mesh.get_group(axis), "the mesh") for axis in range(mesh.ndim)]
-            check_order(mesh)
+            _check_order(mesh)
         else:
             raise ElasticError(
                 f"model is a {type(model).__name__}; pass a DistributedDataParallel, or a model "
@@ -102,7 +103,7 @@ class GradientAccumulator:
             )
         self._contract = groups[0].options.contract
         self._groups = groups
-        check_options(groups)
+        _check_options(groups)
         rank, ranks = 0, 1
         for group in groups:
             rank = rank * group.size() + group.rank()
@@ -362,7 +363,7 @@ class GradientAccumulator:
     def _check(self, names: Set[str]) -> None:
         """Check parameters that get gradients."""
         for name in sorted(names - self._checked):
-            check_parameter(name, self._parameters[name], self._mesh)
+            _check_parameter(name, self._parameters[name], self._mesh)
         self._checked |= names
 
     def _check_agreement(self, micro_batches: int, seed: int | None) -> None:
@@ -405,3 +406,78 @@ class GradientAccumulator:
 def _differing_rank(rows: list[tuple[Any, ...]]) -> tuple[int, Any, Any] | None:
     """The first rank with other numbers than rank 0, its numbers and those of rank 0."""
     return next(((at, row, rows[0]) for at, row in enumerate(rows) if row != rows[0]), None)
+
+
+def exact_sum(numbers: Sequence[float]) -> float:
+    """The sum of numbers, rounded once; infinite if it exceeds float64."""
+    others = [one for one in numbers if not math.isfinite(one)]
+    if others:
+        return sum(others)
+    total = sum(map(Fraction, numbers), Fraction())
+    try:
+        return float(total)
+    except OverflowError:
+        return math.inf if total > 0 else -math.inf
+
+
+# Groups and meshes over which FSDP2 adds shards in the order of micro-batches.
+
+
+def _check_options(groups: Sequence[MeshplanProcessGroup]) -> None:
+    """Refuse groups of several contracts, or of one whose subtrees are no sums of gradients."""
+    contract = groups[0].options.contract
+    # Sums in float64 would be rounded to the dtype of gradients in each round.
+    if (contract.order, contract.accumulate) != ("tree", "wide"):
+        raise ContractError(
+            f"gradients under {contract.id} cannot be added in rounds; use "
+            "Contract(order='tree', accumulate='wide')"
+        )
+    for group in groups:
+        options = group.options
+        if options.contract != contract or options.policy == "fast":
+            raise ElasticError(
+                f"a group reduces under {options.contract.id} with policy={options.policy!r}, "
+                f"another under {contract.id}; pass the same BackendOptions of "
+                "policy='deterministic' to all groups"
+            )
+
+
+def _check_order(mesh: DeviceMesh) -> None:
+    """Refuse replicas whose shards are in different orders."""
+    for axis in range(mesh.ndim):
+        # Torch orders the ranks of a group by their numbers, whatever their order in the mesh.
+        places = mesh.mesh.argsort(axis).argsort(axis).movedim(axis, 0)
+        places = places.reshape(mesh.size(axis), -1)
+        if bool((places != places[:, :1]).any()):
+            raise ElasticError(
+                f"the groups of {mesh} along axis {axis} have ranks in different orders: "
+                f"{mesh.mesh.tolist()}. Torch sorts them, and FSDP2 then adds other shards; pass "
+                "a mesh with the same order in all groups of an axis"
+            )
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh | None) -> None:
+    """Refuse a parameter of 16 bits, or that ``mesh`` does not shard."""
+    if parameter.dtype not in (torch.float32, torch.float64):
+        raise ElasticError(
+            f"parameter {name!r} is {parameter.dtype}, to which each round would be "
+            "rounded; keep parameters in float32, and compute in 16 bits by "
+            "MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32) or autocast"
+        )
+    found = []
+    if mesh is not None and isinstance(parameter, DTensor):
+        # Replicas and shards come before the axes of tensor parallelism.
+        replicated = [one.is_replicate() for one in parameter.placements[: mesh.ndim]]
+        found = _axes(parameter.device_mesh, replicated)
+    if mesh is not None and found != _axes(mesh, [True] * (mesh.ndim - 1) + [False]):
+        raise ElasticError(
+            f"parameter {name!r} is not sharded over {mesh}; pass the mesh that "
+            "fully_shard got, and shard all parameters over it"
+        )
+
+
+def _axes(mesh: DeviceMesh, replicated: Sequence[bool]) -> list[tuple[list[int], bool]]:
+    return [
+        (dist.get_process_group_ranks(mesh.get_group(axis)), one)
+        for axis, one in enumerate(replicated)
+    ]

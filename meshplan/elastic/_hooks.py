@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshplan._chunks import cover_range
 from meshplan._torch import fsdp_group_of, fsdp_state_of, tree_leaves
 from meshplan.backend._group import MeshplanProcessGroup
 from meshplan.backend._partial_sums import LEFT_OUT
 from meshplan.contract import Contract
-from meshplan.elastic._combine import TreeSum, block_sizes
+from meshplan.definition import refuse_flushed_subnormals
 from meshplan.errors import ElasticError
 from meshplan.execute._wire import split_equally
 from meshplan.integrations.ddp import check_bucket
@@ -26,12 +27,56 @@ from meshplan.integrations.fsdp import (
     own_parameters,
     set_reduce_scatter,
 )
+from meshplan.kernel import combine_leaves
 
 # A rank without a leaf sends -0.0: x + -0.0 is x, also if x is -0.0, so that the tree is that of
 # the other leaves. All ranks of a round then send messages of one size.
 _NO_LEAF = -0.0
 # Of DDP's gradients that travel together; DDP's own buckets change after the first backward.
 _BUCKET_ELEMENTS = 25 << 18
+
+
+class TreeSum:
+    """The sums of aligned subtrees of the contract's tree, which come in order.
+
+    At most ``log2(n) + 1`` sums over n leaves are kept, the new one included: a subtree waits until
+    a neighbour of its size is there, like the digits of a binary counter. If ``start`` is not 0,
+    the tree is the part of another one from that leaf on.
+    """
+
+    def __init__(self, contract: Contract, start: int = 0) -> None:
+        self._contract, self._end = contract, start
+        # The first leaf, the number of leaves, and the sum.
+        self._kept: list[tuple[int, int, Tensor]] = []
+
+    def add(self, part: Tensor, size: int = 1) -> None:
+        """Add the sum of the next ``size`` leaves, a power of two that divides the number of the
+        first one. It is copied, as its memory may be that of a message.
+        """
+        refuse_flushed_subnormals(part)
+        start, self._end, added = self._end, self._end + size, part
+        while self._kept and self._kept[-1][1] == size and self._kept[-1][0] % (2 * size) == 0:
+            start, _, left = self._kept.pop()
+            added, size = self._node(left, added), 2 * size
+        self._kept.append((start, size, part.clone() if added is part else added))
+
+    def take_blocks(self) -> list[tuple[int, Tensor]]:
+        """The largest aligned subtrees, in order, with their sizes; none are left then."""
+        found, self._kept = [(size, total) for _, size, total in self._kept], []
+        return found
+
+    def take(self) -> Tensor:
+        """The sum of all subtrees, neither divided nor rounded; none are left then."""
+        *blocks, (_, total) = self.take_blocks()
+        # The tree of n leaves splits after the largest power of two, so the last ones come first.
+        for _, left in reversed(blocks):
+            total = self._node(left, total)
+        return total
+
+    def _node(self, left: Tensor, right: Tensor) -> Tensor:
+        if self._contract.rounding == "node":
+            return combine_leaves([left, right], "sum", (2,), self._contract)
+        return left.add_(right)
 
 
 class LeafSums:
@@ -144,16 +189,16 @@ class LeafSums:
             replicas.reduce_scatter_single(total, rows.view(-1), self._at_once)
             return [(ranks, total)]
         starts = range(self._first, self._first + replicas.size() * self._width, self._width)
-        sizes = [block_sizes(start, self._width) for start in starts]
+        covers = [cover_range(start, start + self._width) for start in starts]
         slices = [split_equally(block, replicas.size()) for block in blocks]
         # Replicas may have different numbers of blocks.
-        slices += slices[:1] * (max(map(len, sizes)) - len(slices))
+        slices += slices[:1] * (max(map(len, covers)) - len(slices))
         mine = torch.stack(slices, 1) if len(slices) > 1 else slices[0][:, None]
         rows = replicas.exchange_rows(mine)
         return [
-            (size, row[at])
-            for own, row in zip(sizes, rows, strict=True)
-            for at, size in enumerate(own)
+            (stop - start, row[at])
+            for cover, row in zip(covers, rows, strict=True)
+            for at, (start, stop) in enumerate(cover)
         ]
 
     def add_buckets(self, gradients: Iterable[Tensor]) -> None:

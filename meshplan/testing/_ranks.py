@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshplan._bits import bytes_of, flatten, tensor_of
+from meshplan._chunks import cover_range
 from meshplan._torch import device_types_of
 from meshplan.errors import (
     GroupStateError,
@@ -23,7 +24,7 @@ from meshplan.errors import (
     SignatureMismatchError,
 )
 from meshplan.flatten._create import rest_at_end
-from meshplan.testing._segments import LeafRange, cover_range
+from meshplan.testing._segments import LeafRange
 
 _T = TypeVar("_T")
 

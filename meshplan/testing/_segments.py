@@ -23,20 +23,6 @@ LeafRange = tuple[int, int]
 _T = TypeVar("_T")
 
 
-def cover_range(start: int, stop: int) -> list[LeafRange]:
-    """The largest aligned blocks of a power of two that fill ``[start, stop)``, in order.
-
-    A block is ``[i * 2^j, (i + 1) * 2^j)``. An empty range has none.
-    """
-    blocks = []
-    while start < stop:
-        fits = 1 << (stop - start).bit_length() - 1
-        size = min(fits, start & -start) if start else fits
-        blocks.append((start, start + size))
-        start += size
-    return blocks
-
-
 def sum_blocks(values: Tensor, start: int) -> list[tuple[LeafRange, Tensor]]:
     """Sums along the last dim for each block of the range, one addition of tensors per level.
     ``values``: [..., length]. The blocks are those of ``cover_range(start, start + length)``.

@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshplan._chunks import cover_range
 from meshplan.collectives._options import AnyOp, read_op
 from meshplan.contract import Contract, Op, check_dtype
 from meshplan.definition import combine_leaves, finish_partials, partial_dtype
 from meshplan.errors import ContractError, GroupError
 from meshplan.testing._bitwise import digest
 from meshplan.testing._ranks import RankGroup
-from meshplan.testing._segments import LeafRange, cover_range, join_blocks
+from meshplan.testing._segments import LeafRange, join_blocks
 from meshplan.testing.dp._leaves import (
     LossFn,
     SampleLeaves,
