@@ -35,7 +35,7 @@ from meshplan.elastic._micro_batches import (
     seed_micro_batch,
 )
 from meshplan.errors import ContractError, ElasticError
-from meshplan.integrations._groups import check_group
+from meshplan.integrations.ddp import check_group
 from meshplan.kernel import reduce_into
 
 

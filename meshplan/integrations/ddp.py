@@ -6,13 +6,16 @@ sum once more. The hook sums first. Without it the replicas have equal bits too.
 
 # No "from __future__ import annotations" here: torch compares a hook's annotations with types.
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from meshplan.backend import NAME
+from meshplan.backend._group import MeshplanProcessGroup
 from meshplan.errors import IntegrationError
-from meshplan.integrations._groups import check_group
 
 __all__ = ["average_bucket", "register"]
 
@@ -74,3 +77,14 @@ def check_bucket(bucket: dist.GradBucket) -> Tensor:  # type: ignore[name-define
             "contract is for dense ones; pass sparse=False to its module"
         )
     return gradients
+
+
+def check_group(group: Any, owner: str) -> MeshplanProcessGroup:
+    """``group``, if it is one of the backend."""
+    if isinstance(group, MeshplanProcessGroup):
+        return group
+    raise IntegrationError(
+        f"{owner} has a group of the backend {dist.get_backend(group)!r}, which reduces in its own "
+        f"order; call torch.distributed.init_process_group({NAME!r}), or pass a group of "
+        f"new_group(backend={NAME!r})"
+    )

@@ -26,7 +26,7 @@ from meshplan._dtypes import name_of
 from meshplan.backend._partial_sums import has_partial_sums
 from meshplan.collectives import Work
 from meshplan.errors import IntegrationError
-from meshplan.integrations._groups import check_group
+from meshplan.integrations.ddp import check_group
 
 __all__ = ["apply"]
 
