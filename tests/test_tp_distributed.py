@@ -287,15 +287,15 @@ token of two: TokenCoverageError MP802: active token id 4 is covered by 2 vocab 
 overlap: ShardError MP801: the shard [5, 8) of rank 2 overlaps that of rank 1, which ends at 6; assign each token of the vocabulary to one rank
 gap: ShardError MP801: no rank holds the tokens 6 to 10 of the vocabulary, the shard [11, 14) of rank 2 comes next; assign each token to one rank
 gap at the start: ShardError MP801: no rank holds the tokens 0 to 0 of the vocabulary, the shard [1, 4) of rank 0 comes next; assign each token to one rank
-sum of nothing: ShardError MP801: rank 2 raised ShardError: MP801: no mask and no values; pass at least one of them; all ranks of the group stopped [01]
-sum of nothing: ShardError MP801: no mask and no values; pass at least one of them [2]
+sum of nothing: ShardError MP801: rank 2 raised ShardError: MP801: local_values is a NoneType; pass a torch.Tensor; all ranks of the group stopped [01]
+sum of nothing: ShardError MP801: local_values is a NoneType; pass a torch.Tensor [2]
 sums of two dtypes: SignatureMismatchError MP703: ranks differ in the dtype of values: torch.float32 on rank 0, torch.float16 on rank 2; pass the same on all ranks
 mask of another shape: ShardError MP801: rank 2 raised ShardError: MP801: mask has shape (3,), local_values has shape (2,); pass both in one shape; all ranks of the group stopped [01]
 mask of another shape: ShardError MP801: mask has shape (3,), local_values has shape (2,); pass both in one shape [2]
 reduction dtype: SignatureMismatchError MP703: ranks differ in reduction_dtype: torch.float32 on rank 0, torch.float64 on rank 2; pass the same on all ranks
 integers: ShardError MP801: reduction_dtype is torch.int64; use one of torch.float32, torch.bfloat16, torch.float16, torch.float64
-count of nothing: ShardError MP801: rank 2 raised ShardError: MP801: no mask and no values; pass at least one of them; all ranks of the group stopped [01]
-count of nothing: ShardError MP801: no mask and no values; pass at least one of them [2]
+count of nothing: ShardError MP801: rank 2 raised ShardError: MP801: local_values is a NoneType; pass a torch.Tensor; all ranks of the group stopped [01]
+count of nothing: ShardError MP801: local_values is a NoneType; pass a torch.Tensor [2]
 eps: SignatureMismatchError MP703: ranks differ in eps: 1e-08 on rank 0, 0.001 on rank 2; pass the same on all ranks
 bad eps: ShardError MP801: rank 2 raised ShardError: MP801: eps is -1.0; pass a finite number, at least zero; all ranks of the group stopped [01]
 bad eps: ShardError MP801: eps is -1.0; pass a finite number, at least zero [2]""",

@@ -151,7 +151,7 @@ MP801: 2 masks for 1 shards of values; pass one mask per shard
 MP801: mask has shape (3,), values has shape (2,); pass both in one shape
 MP801: reduction_dtype is torch.int64; use one of torch.float32, torch.bfloat16, torch.float16, torch.float64
 MP801: mask has shape (3,), values has shape (2, 3); pass both in one shape
-MP801: no mask and no values to count; pass at least one of them
+MP801: mask is a NoneType; pass a torch.Tensor, or a list of shards
 MP801: mask is empty; pass at least one shard
 MP801: mask[1] is torch.float32 on meta, mask[0] is torch.float32 on cpu; pass all shards in one dtype on one device
 MP801: values is empty; pass at least one shard

@@ -27,13 +27,14 @@ from meshplan.testing.tp._logprobs import (
 )
 from meshplan.testing.tp._masked import (
     active_token_count,
+    compute_policy_ratio,
+    compute_reference_kl,
     distributed_active_token_count,
     distributed_masked_mean,
     distributed_masked_sum,
     masked_mean,
     masked_sum,
 )
-from meshplan.testing.tp._policy import compute_policy_ratio, compute_reference_kl
 from meshplan.testing.tp._vocab import (
     owner_ranks_for_token_ids,
     shard_logits_by_vocab,

@@ -1,4 +1,4 @@
-"""Masked sums, counts and means over tokens, from one tensor or from shards.
+"""Masked sums, counts and means over tokens, from one tensor or from shards; ratios of policies.
 
 The leaves of a sum are the elements of all shards, each flattened, in the order of the shards; a
 masked element is the leaf 0.0. They are added by the contract's tree over these positions, so the
@@ -9,8 +9,8 @@ average of means.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,11 @@ from torch import Tensor
 from meshplan.errors import ShardError
 from meshplan.testing._ranks import RankGroup
 from meshplan.testing._segments import join_blocks, sum_blocks
-from meshplan.testing.tp._math import without_nan_payload
+from meshplan.testing.tp._math import exp, expm1, k3, without_nan_payload
 from meshplan.testing.tp._vocab import (
     check_dtypes,
     check_eps,
+    check_pair,
     check_shards,
     read_mask,
 )
@@ -54,11 +55,7 @@ def masked_sum(
         ShardError: no shards, or lengths, shapes, dtypes or devices do not fit, or complex values.
         ContractStateError: the CPU flushes subnormal numbers to zero.
     """
-    check_dtypes(reduction_dtype)
-    shards, active = _read_shards(values, mask)
-    leaves = [_leaves(*one, reduction_dtype) for one in zip(shards, active, strict=True)]
-    flat = torch.cat(leaves)
-    return _tree_sum(flat, None, [len(flat)])
+    return _Tokens.read(values, mask, reduction_dtype).sum()
 
 
 def active_token_count(
@@ -83,16 +80,8 @@ def active_token_count(
         ShardError: neither is given, no shards, shards on several devices, or masks that do not fit
             the values.
     """
-    check_dtypes(reduction_dtype)
-    if values is not None:
-        _, active = _read_shards(values, mask)
-    elif mask is not None:
-        masks = _as_shards(mask, "mask")
-        check_shards(masks, "mask")
-        active = [one.to(torch.bool) for one in masks]
-    else:
-        raise ShardError("no mask and no values to count; pass at least one of them")
-    return torch.stack([one.sum(dtype=torch.int64) for one in active]).sum().to(reduction_dtype)
+    counted, name = (mask, "mask") if values is None else (values, "values")
+    return _Tokens.read(counted, mask, reduction_dtype, name).count()
 
 
 def masked_mean(
@@ -112,9 +101,7 @@ def masked_mean(
         ShardError: as ``masked_sum``, or ``eps`` is negative or not finite.
         ContractStateError: as ``masked_sum``.
     """
-    check_eps(eps)
-    count = active_token_count(mask, values, reduction_dtype=reduction_dtype)
-    return _mean(masked_sum(values, mask, reduction_dtype=reduction_dtype), count, eps)
+    return _Tokens.read(values, mask, reduction_dtype, eps=eps).mean(eps)
 
 
 def distributed_masked_sum(
@@ -147,7 +134,7 @@ def distributed_masked_sum(
         ContractStateError: the CPU of this rank flushes subnormal numbers to zero; ShardError on
             the others.
     """
-    return _RankShard.exchange(local_values, local_mask, reduction_dtype, group).sum()
+    return _Tokens.exchange(local_values, local_mask, reduction_dtype, group).sum()
 
 
 def distributed_active_token_count(
@@ -175,8 +162,7 @@ def distributed_active_token_count(
             ``distributed_masked_sum``; and ShardError for neither mask nor values on a rank.
     """
     counted = local_mask if local_values is None else local_values
-    shard = _RankShard.exchange(counted, local_mask, reduction_dtype, group, summed=False)
-    return shard.count()
+    return _Tokens.exchange(counted, local_mask, reduction_dtype, group, summed=False).count()
 
 
 def distributed_masked_mean(
@@ -198,95 +184,94 @@ def distributed_masked_mean(
             ``distributed_masked_sum``; and ShardError for an ``eps`` that is negative or not
             finite, SignatureMismatchError for one that differs.
     """
-    shard = _RankShard.exchange(local_values, local_mask, reduction_dtype, group, eps=eps)
-    return _mean(shard.sum(), shard.count(), float(eps))
+    return _Tokens.exchange(local_values, local_mask, reduction_dtype, group, eps=eps).mean(eps)
 
 
 @dataclass(frozen=True)
-class _RankShard:
-    values: Tensor
-    active: Tensor
+class _Tokens:
+    """The elements of this process, and where they are active, on the device of the values."""
+
+    shards: Sequence[Tensor]
+    active: Sequence[Tensor]
     dtype: torch.dtype
-    ranks: RankGroup
-    sizes: Sequence[int]
+    ranks: RankGroup | None = None
+    # On each of the ranks.
+    sizes: Sequence[int] = ()
+
+    @staticmethod
+    def read(
+        values: Any,
+        mask: _Shards | None,
+        dtype: torch.dtype,
+        name: str = "values",
+        eps: float = 0.0,
+    ) -> _Tokens:
+        """Check the arguments. A mask without values is counted as values of its own."""
+        check_dtypes(dtype)
+        check_eps(eps)
+        shards = _as_shards(values, name)
+        check_shards(shards, name)
+        masks = [None] * len(shards) if mask is None else _as_shards(mask, "mask")
+        if len(masks) != len(shards):
+            raise ShardError(
+                f"{len(masks)} masks for {len(shards)} shards of values; pass one mask per shard"
+            )
+        names = [name] if len(shards) == 1 else [f"{name}[{i}]" for i in range(len(shards))]
+        active = [read_mask(*one) for one in zip(masks, shards, names, strict=True)]
+        return _Tokens(shards, active, dtype)
 
     @staticmethod
     def exchange(
-        values: Tensor | None,
+        values: Any,
         mask: Tensor | None,
         dtype: torch.dtype,
         group: dist.ProcessGroup | None,
         *,
         summed: bool = True,
         eps: float = 0.0,
-    ) -> _RankShard:
+    ) -> _Tokens:
         """Check the arguments of all ranks. The dtype of values may differ unless ``summed``."""
         ranks = RankGroup(group)
 
-        def read() -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-            check_dtypes(dtype)
-            check_eps(eps)
-            if values is None:
-                raise ShardError("no mask and no values; pass at least one of them")
-            check_shards([values], "local_values")
+        def read() -> tuple[_Tokens, dict[str, Any]]:
+            masks = None if mask is None else [mask]
+            tokens = _Tokens.read([values], masks, dtype, "local_values", eps)
+            (shard,) = tokens.shards
             equal = {"reduction_dtype": str(dtype), "eps": float(eps)}
             if summed:
-                equal["the dtype of values"] = str(values.dtype)
-            active = read_mask(mask, values, "local_values")
-            return (values, active), {"equal": equal, "size": values.numel()}
+                equal["the dtype of values"] = str(shard.dtype)
+            return tokens, {"equal": equal, "size": shard.numel()}
 
-        (values, active), records = ranks.run(read, ShardError)
+        tokens, records = ranks.run(read, ShardError)
         ranks.check_equal([record["equal"] for record in records])
-        return _RankShard(values, active, dtype, ranks, [record["size"] for record in records])
+        return replace(tokens, ranks=ranks, sizes=[record["size"] for record in records])
 
     def sum(self) -> Tensor:
-        return _tree_sum(
-            _leaves(self.values, self.active, self.dtype),
-            self.ranks,
-            self.sizes,
-        )
+        """Over all elements of all ranks; differentiable."""
+        leaves = [
+            shard.reshape(-1).to(self.dtype).masked_fill(~active.reshape(-1), 0.0)
+            for shard, active in zip(self.shards, self.active, strict=True)
+        ]
+        flat = torch.cat(leaves)
+        sizes = self.sizes or [len(flat)]
+        result: Tensor = _TreeSum.apply(flat, self.ranks, sizes)  # type: ignore[no-untyped-call]
+        return result
 
     def count(self) -> Tensor:
-        return self.ranks.sum_integers(self.active.sum(dtype=torch.int64)).to(self.dtype)
+        count = torch.stack([one.sum(dtype=torch.int64) for one in self.active]).sum()
+        return (count if self.ranks is None else self.ranks.sum_integers(count)).to(self.dtype)
+
+    def mean(self, eps: float) -> Tensor:
+        return torch.div(self.sum(), self.count().clamp_min(float(eps)))
 
 
-def _as_shards(tensors: _Shards, name: str) -> Sequence[Tensor]:
+def _as_shards(tensors: Any, name: str) -> Sequence[Tensor]:
     """One tensor is one shard."""
     if not isinstance(tensors, Tensor | list | tuple):
         raise ShardError(
             f"{name} is a {type(tensors).__name__}; pass a torch.Tensor, or a list of shards"
         )
     return [tensors] if isinstance(tensors, Tensor) else tensors
-
-
-def _read_shards(
-    values: _Shards, mask: _Shards | None
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Shards of values, and where each is active, on the device of the values."""
-    shards = _as_shards(values, "values")
-    check_shards(shards, "values")
-    masks = [None] * len(shards) if mask is None else _as_shards(mask, "mask")
-    if len(masks) != len(shards):
-        raise ShardError(
-            f"{len(masks)} masks for {len(shards)} shards of values; pass one mask per shard"
-        )
-    names = ["values"] if len(shards) == 1 else [f"values[{i}]" for i in range(len(shards))]
-    return shards, [read_mask(*one) for one in zip(masks, shards, names, strict=True)]
-
-
-def _leaves(values: Tensor, active: Tensor, dtype: torch.dtype) -> Tensor:
-    """The leaves of one shard: flat, in ``dtype``, 0.0 where masked; differentiable."""
-    return values.reshape(-1).to(dtype).masked_fill(~active.reshape(-1), 0.0)
-
-
-def _mean(total: Tensor, count: Tensor, eps: float) -> Tensor:
-    return torch.div(total, count.clamp_min(eps).to(total.device))
-
-
-def _tree_sum(flat: Tensor, ranks: RankGroup | None, sizes: Sequence[int]) -> Tensor:
-    """The sum of leaves [n], here or over ranks with ``sizes`` of them; differentiable."""
-    result: Tensor = _TreeSum.apply(flat, ranks, sizes)  # type: ignore[no-untyped-call]
-    return result
 
 
 class _TreeSum(torch.autograd.Function):
@@ -305,3 +290,86 @@ class _TreeSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient.repeat(ctx.length), None, None
+
+
+# Ratio of policies and divergence from a reference policy, token by token.
+
+_Function = Callable[[Tensor], Tensor]
+
+
+def compute_policy_ratio(
+    current_logps: Tensor, old_logps: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """``exp(current - old)`` in float32; 0, without a gradient, where the mask is off.
+
+    Args:
+        current_logps, old_logps: log-probabilities of one shape.
+        mask: of the same shape; without it all tokens are active.
+
+    Raises:
+        ShardError: shapes differ, devices differ, or complex values.
+        ContractStateError: the CPU flushes subnormal numbers to zero.
+    """
+    active, difference = _difference(current_logps, old_logps, mask, ("current_logps", "old_logps"))
+    return _exp(difference).masked_fill(~active, 0.0)
+
+
+def compute_reference_kl(
+    current_logps: Tensor, ref_logps: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """The k3 estimate of KL(current, reference): ``exp(d) - d - 1`` with d = reference - current.
+
+    An unbiased estimate for tokens drawn from the current policy that is never negative (J.
+    Schulman, "Approximating KL Divergence", 2020). d is in float32; the result is rounded to
+    float32 once, so that nothing cancels where the policies are close. 0, without a gradient,
+    where the mask is off.
+
+    Args:
+        current_logps, ref_logps, mask: as for ``compute_policy_ratio``.
+
+    Raises:
+        ShardError, ContractStateError: as there.
+    """
+    active, difference = _difference(ref_logps, current_logps, mask, ("ref_logps", "current_logps"))
+    return _k3(difference).masked_fill(~active, 0.0)
+
+
+def _difference(
+    left: Tensor, right: Tensor, mask: Tensor | None, names: tuple[str, str]
+) -> tuple[Tensor, Tensor]:
+    """Where tokens are active, and ``left - right`` in float32 there, 0 elsewhere."""
+    check_pair(left, right, names)
+    active = read_mask(mask, left, names[0])
+    difference = torch.sub(left.to(torch.float32), right.to(torch.float32))
+    # Masked before the exponential: after it, an infinity there would become a NaN gradient.
+    return active, difference.masked_fill(~active, 0.0)
+
+
+class _Elementwise(torch.autograd.Function):
+    """``function`` of each element; ``derivative`` is differentiable, as the result is."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, function: _Function, derivative: _Function) -> Tensor:
+        ctx.save_for_backward(values)
+        ctx.derivative = derivative
+        return function(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (values,) = ctx.saved_tensors
+        return torch.mul(gradient, ctx.derivative(values)), None, None
+
+
+_map: Callable[..., Tensor] = _Elementwise.apply
+
+
+def _exp(values: Tensor) -> Tensor:
+    return _map(values, exp, _exp)
+
+
+def _expm1(values: Tensor) -> Tensor:
+    return _map(values, expm1, _exp)
+
+
+def _k3(values: Tensor) -> Tensor:
+    return _map(values, k3, _expm1)
