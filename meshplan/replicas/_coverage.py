@@ -178,6 +178,7 @@ class CoverageStep:
 
     Attributes:
         number: of the step, from 1 on.
+        dropped: reductions that are in no row, because there were ``MAX_ROWS`` before.
     """
 
     def __init__(self, number: int) -> None:
@@ -185,7 +186,7 @@ class CoverageStep:
         self._lock = threading.RLock()
         self._rows: dict[CoverageRow, _Tally] = {}
         self._totals = {kind: _Tally() for kind in KINDS}
-        self._dropped = 0
+        self.dropped = 0
 
     @property
     def rows(self) -> tuple[dict[str, Any], ...]:
@@ -195,11 +196,6 @@ class CoverageStep:
                 row._asdict() | {name: getattr(tally, name) for name in _Tally.__slots__}
                 for row, tally in self._rows.items()
             )
-
-    @property
-    def dropped(self) -> int:
-        """Reductions that are in no row, because there were ``MAX_ROWS`` before."""
-        return self._dropped
 
     def to_scalars(self) -> dict[str, float]:
         """Numbers for TensorBoard or W&B, such as ``meshplan/outside/count``."""
@@ -217,20 +213,13 @@ class CoverageStep:
         seconds: float,
         source: Source | None = None,
     ) -> None:
-        """Count one reduction.
-
-        Args:
-            row: to count it in.
-            nbytes: of this rank's summand.
-            seconds: of the host.
-            source: more about it, for those who observe a job.
-        """
+        """Count one reduction; ``source`` is for those who observe a job."""
         with self._lock:
             self._totals[row.kind].add(1, nbytes, seconds)
             tally = self._rows.get(row)
             if tally is None:
                 if len(self._rows) >= MAX_ROWS:
-                    self._dropped += 1
+                    self.dropped += 1
                     return
                 tally = self._rows[row] = _Tally()
             tally.add(1, nbytes, seconds)
