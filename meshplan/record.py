@@ -28,6 +28,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from meshplan._message_text import format_first
 from meshplan.contract import Accumulate, Contract, Rounding
 from meshplan.orders import order_of_code
 
@@ -152,8 +153,7 @@ def _by_value(values: Mapping[str, Sequence[int]]) -> str:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """One or more ranks in words, the first 16 of them."""
-    shown = ", ".join(map(str, ranks[:16])) + f", ... ({len(ranks)} ranks)" * (len(ranks) > 16)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_first(ranks, 16)}"
 
 
 def pack_words(

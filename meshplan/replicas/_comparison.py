@@ -34,6 +34,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from meshplan._bits import (
     FLOATS,
+    INTEGER_OF_SIZE,
     bytes_of,
     differ_by_binade,
     element_index,
@@ -42,7 +43,6 @@ from meshplan._bits import (
     max_ulps,
     tensor_of,
 )
-from meshplan._message_text import format_first
 from meshplan._torch import WORLD, root_mesh_of
 from meshplan._torch import functional_operators as _ops
 from meshplan.errors import (
@@ -61,7 +61,7 @@ from meshplan.execute._provenance import Purpose
 from meshplan.flatten import registry, this_rank
 from meshplan.kernel import DIGEST_VERSION, byte_pieces, digest_table
 from meshplan.layout import Layout
-from meshplan.record import Record
+from meshplan.record import Record, ranks_text
 from meshplan.replicas._tensors import NamedTensor
 
 # The axes of a mesh along which a tensor is replicated.
@@ -168,7 +168,6 @@ class ReplicaAxes:
 # Of one rank's list; the rest is not sent.
 _CHARACTERS = 16 << 20
 _SHOWN_LINES = 5
-_MOST_RANKS = 16
 
 
 class ReplicaChannel:
@@ -275,9 +274,8 @@ def check_lists(channel: ReplicaChannel, gathered: Tensor, lines: Sequence[str])
     # The text of one rank, so that the error is the same on all.
     text = channel.broadcast(shown[:_CHARACTERS], odd[0])
     ranks = [layout.ranks[position] for position in odd]
-    listed = format_first(ranks, _MOST_RANKS)
     raise SignatureMismatchError(
-        f"rank{'s' if len(ranks) > 1 else ''} {listed} passed other tensors to the comparison of "
+        f"{ranks_text(ranks)} passed other tensors to the comparison of "
         f"replicas than the other ranks of mesh {layout}; on rank {ranks[0]}: {text}; pass the "
         "same tensors at the same step on every rank of the mesh, or use a mesh of only the ranks "
         "that share them",
@@ -290,7 +288,6 @@ def check_lists(channel: ReplicaChannel, gathered: Tensor, lines: Sequence[str])
 
 # The size of a message. A few times as much is allocated.
 PIECE_BYTES = 16 << 20
-_INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(slots=True)
@@ -321,7 +318,7 @@ class Difference:
         real = dtype.to_real() if dtype.is_complex else dtype
         if real not in FLOATS:
             return
-        a, b = (one.clone().view(_INTEGER_OF_SIZE[real.itemsize]) for one in (theirs, mine))
+        a, b = (one.clone().view(INTEGER_OF_SIZE[real.itemsize]) for one in (theirs, mine))
         numbers = (a != b) & ~a.view(real).isnan() & ~b.view(real).isnan()
         if not bool(numbers.any()):
             return
@@ -331,12 +328,9 @@ class Difference:
 
 
 def compare_elements(
-    channel: ReplicaChannel,
-    tensor: Tensor,
-    reference: int,
-    other: int,
-    rank: int,
+    channel: ReplicaChannel, tensor: Tensor, reference: int, other: int
 ) -> Elements:
+    rank = channel.layout.ranks[other]
     # Shapes first: local shapes may differ between replicas, and then elements do not correspond.
     mine, theirs = (
         tuple(channel.broadcast(list(tensor.shape), position)) for position in (other, reference)
@@ -680,10 +674,7 @@ def _describe(channel: ReplicaChannel, found: _DivergentGroup, compare: bool) ->
             tuple(element_index(place, layout.sizes) for place in part) for part in parts
         ),
         elements=tuple(
-            compare_elements(
-                channel, found.tensor.local, parts[0][0], part[0], layout.ranks[part[0]]
-            )
-            for part in others
+            compare_elements(channel, found.tensor.local, parts[0][0], part[0]) for part in others
         ),
     )
 

@@ -37,6 +37,7 @@ from meshplan.flatten._distinct_axes import (
 )
 from meshplan.kernel import DIGEST_VERSION, digest_table
 from meshplan.layout import Layout
+from meshplan.record import ranks_text
 from meshplan.replicas._comparison import (
     CheckOptions,
     CopiedTensor,
@@ -487,7 +488,7 @@ def _compare_part(
 ) -> None:
     if absent:
         raise SignatureMismatchError(
-            f"rank{'s' if len(absent) > 1 else ''} {format_first(absent)} passed no tensors on "
+            f"{ranks_text(absent)} passed no tensors on "
             f"mesh {part.layout} to the comparison of replicas, and other ranks did; pass the same "
             "tensors on all ranks that share a mesh",
             rank=absent[0],
