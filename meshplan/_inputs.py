@@ -13,6 +13,7 @@ import hashlib
 import torch
 from torch import Tensor
 
+from meshplan._bits import INTEGER_OF_SIZE
 from meshplan.contract import check_dtype
 from meshplan.errors import ContractError
 
@@ -108,7 +109,7 @@ def _with_specials(
     first: Tensor,
     second: Tensor,
 ) -> Tensor:
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[leaf.dtype.itemsize]
+    integer = INTEGER_OF_SIZE[leaf.dtype.itemsize]
     limits = torch.finfo(leaf.dtype)
     infinity = int(torch.tensor(torch.inf, dtype=leaf.dtype, device=_CPU).view(integer))
     least_normal = int(torch.tensor(limits.tiny, dtype=leaf.dtype, device=_CPU).view(integer))

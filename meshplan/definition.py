@@ -42,14 +42,6 @@ _FORMATS = {torch.float32: (torch.int32, 23, 8), torch.float64: (torch.int64, 52
 _POSITIVE, _NEGATIVE, _NAN, _NONZERO = 1, 2, 4, 8
 
 
-def sum_exactly(leaves: Sequence[Tensor]) -> Tensor:
-    """The sum of at most 2^30 leaves, float32 or float64, rounded once, to nearest even, as a new
-    contiguous tensor of their shape and dtype. A zero is +0 unless every leaf is -0. NaNs may have
-    any payload.
-    """
-    return finish_exactly([combine_exactly(leaves)], leaves[0].dtype)
-
-
 def combine_exactly(leaves: Sequence[Tensor]) -> Tensor:
     """The unrounded sum of ``leaves``, for ``finish_exactly``: int32, of shape
     ``(EXACT_WORDS[dtype], *leaf.shape)``. Equal for every order of the leaves.
@@ -60,8 +52,9 @@ def combine_exactly(leaves: Sequence[Tensor]) -> Tensor:
 
 
 def finish_exactly(partials: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The sum of all leaves of ``dtype``, float32 or float64, rounded once, as ``sum_exactly``.
-    ``partials`` are from ``combine_exactly``, of 2^30 leaves at most, together.
+    """The sum of all leaves of ``dtype``, float32 or float64, rounded once, to nearest even, as a
+    new contiguous tensor. ``partials`` are from ``combine_exactly``, of 2^30 leaves at most,
+    together. A zero is +0 unless every leaf is -0. NaNs may have any payload.
     """
     flat = [partial.flatten(1) if partial.dim() > 1 else partial[:, None] for partial in partials]
     total = _by_columns(lambda parts: _finish_columns(parts, dtype), flat)
@@ -449,7 +442,7 @@ def _fold(
     refuse_flushed_subnormals(leaves[0])
     wide = accumulator(contract, dtype)
     if contract.sums_exactly(op, name_of(dtype)):
-        return sum_exactly([leaf.to(wide) for leaf in leaves])
+        return finish_exactly([combine_exactly([leaf.to(wide) for leaf in leaves])], wide)
     combine = torch.mul if op == "product" else torch.add
 
     def node(left: Tensor, right: Tensor) -> Tensor:
@@ -475,13 +468,13 @@ def _reduce_extremum(leaves: Sequence[Tensor], op: str) -> Tensor:
     # Integer keys order the floats totally, with -0.0 below +0.0; torch.maximum on floats leaves
     # the choice between equal zeros to the vector unit.
     integer, nan_bits = NAN_BITS[leaves[0].dtype]
-    key, nan = _total_order(leaves[0].contiguous().view(integer)), torch.isnan(leaves[0])
+    key, nan = total_order(leaves[0].contiguous().view(integer)), torch.isnan(leaves[0])
     for leaf in leaves[1:]:
-        key = pick(key, _total_order(leaf.contiguous().view(integer)))
+        key = pick(key, total_order(leaf.contiguous().view(integer)))
         nan = nan | torch.isnan(leaf)
-    return _total_order(key).masked_fill_(nan, nan_bits).view(leaves[0].dtype)
+    return total_order(key).masked_fill_(nan, nan_bits).view(leaves[0].dtype)
 
 
-def _total_order(bits: Tensor) -> Tensor:
+def total_order(bits: Tensor) -> Tensor:
     """Sign-magnitude bits to two's complement and back: the map is its own inverse."""
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshplan._bits import (
     FLOATS,
+    INTEGER_OF_SIZE,
     bytes_of,
     element_index,
     element_text,
@@ -22,13 +23,6 @@ from meshplan._bits import (
 from meshplan._message_text import format_runs
 from meshplan._torch import AsyncCollectiveTensor
 from meshplan.testing._ranks import RankGroup
-
-_INTEGER_OF_SIZE = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-}
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -45,7 +39,7 @@ def bits(tensor: Tensor) -> Tensor:
     plain = tensor.detach().resolve_conj()
     if plain.is_complex():
         plain = torch.view_as_real(plain)
-    return plain.resolve_neg().contiguous().view(_INTEGER_OF_SIZE[plain.element_size()])
+    return plain.resolve_neg().contiguous().view(INTEGER_OF_SIZE[plain.element_size()])
 
 
 def first_difference(actual: Tensor, expected: Tensor) -> str | None:

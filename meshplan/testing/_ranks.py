@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshplan._bits import bytes_of, flatten, tensor_of
+from meshplan._bits import INTEGER_OF_SIZE, bytes_of, flatten, tensor_of
 from meshplan._chunks import cover_range
 from meshplan._torch import device_types_of
+from meshplan.definition import total_order
 from meshplan.errors import (
     GroupStateError,
     MeshplanError,
@@ -134,13 +135,8 @@ class RankGroup:
 
     def max_floats(self, local: Tensor) -> Tensor:
         """The elementwise maximum over ranks; canonical NaN is the largest of all."""
-        # As integers, which have no NaN that a backend could overlook: for negative numbers all
-        # bits but the sign are turned, and the order of these integers is that of the floats.
-        integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
-        key = _turn(local.contiguous().view(integer)).to(torch.int64)
+        # As integers, which have no NaN that a backend could overlook.
+        integer = INTEGER_OF_SIZE[local.element_size()]
+        key = total_order(local.contiguous().view(integer)).to(torch.int64)
         dist.all_reduce(key, op=dist.ReduceOp.MAX, group=self._group)
-        return _turn(key.to(integer)).view(local.dtype)
-
-
-def _turn(pattern: Tensor) -> Tensor:
-    return torch.where(pattern < 0, pattern ^ torch.iinfo(pattern.dtype).max, pattern)
+        return total_order(key.to(integer)).view(local.dtype)
