@@ -250,8 +250,8 @@ MP411: axes of sizes [-2, -2] do not hold 4 leaves; pass one leaf per coordinate
 MP411: leaves of lengths [1, 2]; pass leaves of one length
 MP411: divisor=2 with op='sum'; pass a positive divisor, and only with op='avg'
 MP411: divisor=0 with op='avg'; pass a positive divisor, and only with op='avg'
-MP411: a reduction needs leaves, got none; pass one leaf per coordinate
-MP412: leaf 1 is torch.float32 (2,), leaf 0 is torch.float32 (1,); pass leaves of one shape and dtype""",
+MP411: axes of sizes [1] need 1 leaves, got 0; pass one leaf per coordinate, row-major
+MP412: leaf 1 is torch.float32 (2,) on cpu, leaf 0 is torch.float32 (1,) on cpu; all leaves must match""",
     )
 
 

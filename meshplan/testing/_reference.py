@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from meshplan.contract import Contract, Op, check_dtype
-from meshplan.errors import ContractError, ContractTypeError
+from meshplan.definition import check_leaves
+from meshplan.errors import ContractError
 
 _Number = Fraction | float
 """Finite numbers other than zero are Fractions; zeros, infinities and NaNs are floats."""
@@ -166,23 +167,16 @@ def reference_reduce_tensors(
         ContractError: as ``reference_reduce``, or no leaves.
         ContractTypeError: as ``reference_reduce``, or leaves that differ in shape or dtype.
     """
-    if not leaves:
-        raise ContractError("a reduction needs leaves, got none; pass one leaf per coordinate")
-    first = leaves[0]
-    for i, leaf in enumerate(leaves):
-        if (leaf.shape, leaf.dtype) != (first.shape, first.dtype):
-            raise ContractTypeError(
-                f"leaf {i} is {leaf.dtype} {tuple(leaf.shape)}, leaf 0 is {first.dtype} "
-                f"{tuple(first.shape)}; pass leaves of one shape and dtype"
-            )
+    found = check_leaves([leaf.cpu() for leaf in leaves], op, shape, divisor)
+    first = found[0]
     check_dtype(op, first.dtype)
     width = 8 * first.itemsize
     signed = _SIGNED_OF_WIDTH[width]
-    flat = [leaf.detach().cpu().reshape(-1).view(signed).tolist() for leaf in leaves]
+    flat = [leaf.reshape(-1).view(signed).tolist() for leaf in found]
     patterns = [[bits % (1 << width) for bits in leaf] for leaf in flat]
     result = reference_reduce(patterns, first.dtype, op, shape, contract, divisor=divisor)
-    found = torch.tensor([_to_signed(b, width) for b in result], dtype=signed, device="cpu")
-    return found.view(first.dtype).reshape(first.shape).to(first.device)
+    bits = torch.tensor([_to_signed(b, width) for b in result], dtype=signed, device="cpu")
+    return bits.view(first.dtype).reshape(first.shape).to(leaves[0].device)
 
 
 def _check(
