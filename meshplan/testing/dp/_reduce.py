@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshplan._chunks import cover_range
 from meshplan.collectives._options import AnyOp, read_op
-from meshplan.contract import Contract, Op, check_dtype
+from meshplan.contract import Contract, Op
 from meshplan.definition import combine_leaves, finish_partials, partial_dtype
 from meshplan.errors import ContractError, GroupError
 from meshplan.testing._bitwise import digest
@@ -59,21 +59,16 @@ class Reduction:
                 f"divisor={divisor} with op='{self.op}'; a divisor is a whole number from 1 to "
                 "2**63 - 1 and needs op='avg'"
             )
-
-    @property
-    def id(self) -> str:
-        """E.g. ``avg/8/v1/tree/wide/once``."""
-        return f"{self.op}/{self.divisor or 'leaves'}/{self.contract.id}"
-
-    def check(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Refuse dtypes and orders that leaves of a batch cannot have."""
-        for parameter in parameters.values():
-            check_dtype("sum", parameter.dtype)
         if self.contract.order != "tree":
             raise ContractError(
                 f"leaves of a batch are combined in order='tree', got order='{self.contract.order}'"
                 "; pass a contract of that order, or all leaves to reduce_leaves"
             )
+
+    @property
+    def id(self) -> str:
+        """E.g. ``avg/8/v1/tree/wide/once``."""
+        return f"{self.op}/{self.divisor or 'leaves'}/{self.contract.id}"
 
     def leaf(self, gradient: Tensor) -> Tensor:
         return combine_leaves([gradient], "sum", (1,), self.contract)
@@ -165,7 +160,6 @@ def dp_gradients(
     """
     reduction = Reduction.read(op, divisor, contract)
     leaves = SampleLeaves(model, loss_fn, inputs, targets, samples_per_leaf, seed)
-    reduction.check(leaves.parameters)
     _check_not_empty(leaves.count)
     partials: list[tuple[LeafRange, PartialGradients]] = []
     for indices in _rank_ranges(world, batch_size((inputs, targets)), samples_per_leaf):
@@ -237,7 +231,6 @@ def distributed_dp_gradients(
     def prepare() -> tuple[tuple[Reduction, SampleLeaves], dict[str, Any]]:
         reduction = Reduction.read(op, divisor, contract)
         leaves = SampleLeaves(model, loss_fn, local_inputs, local_targets, samples_per_leaf, seed)
-        reduction.check(leaves.parameters)
         equal = {
             "the reduction": reduction.id,
             "samples_per_leaf": samples_per_leaf,

@@ -177,10 +177,7 @@ def selected_logprobs_distributed_tp_reference(
             "mask": f"{tuple(ids.shape)} #{digest(selection.active)[:12]}",
             "token_ids under the mask": f"{tuple(ids.shape)} #{digest(ids)[:12]}",
         }
-        return selection, {
-            "equal": equal,
-            "shard": (start, start + local_logits.shape[-1]),
-        }
+        return selection, {"equal": equal, "shard": selection.shards[0]}
 
     selection, records = ranks.run(read, ShardError)
     ranks.check_equal([record["equal"] for record in records])
@@ -188,12 +185,7 @@ def selected_logprobs_distributed_tp_reference(
     check_coverage(selection.ids, selection.active, covered)
     shards = [tuple(record["shard"]) for record in records]
     _check_filled(shards, ranks)
-    selection = replace(
-        selection,
-        vocabulary=max(stop for _, stop in shards),
-        ranks=ranks,
-        shards=shards,
-    )
+    selection = replace(selection, ranks=ranks, shards=shards)
     result: Tensor = _SelectedLogprobs.apply(selection, local_logits)  # type: ignore[no-untyped-call]
     return result
 
@@ -208,11 +200,9 @@ class _Selection:
     temperature: float
     reduction_dtype: torch.dtype  # of all intermediate results
     output_dtype: torch.dtype  # of the result, rounded to at the end
-    vocabulary: int  # number of tokens
-    # ranks, shards: the holders of all shards, and the tokens of each; without ranks all
-    # shards are local.
+    # shards, ranks: the tokens of all shards, and their holders; without ranks all are local.
+    shards: Sequence[LeafRange]
     ranks: RankGroup | None = None
-    shards: Sequence[LeafRange] = ()
 
     @staticmethod
     def read(
@@ -228,7 +218,7 @@ class _Selection:
         check_temperature(temperature, reduction_dtype)
         ids = read_ids(token_ids).to(shards[0].device)
         active = read_mask(mask, ids)
-        vocabulary = starts[-1] + shards[-1].shape[-1]
+        sizes = [shard.shape[-1] for shard in shards]
         return _Selection(
             starts,
             ids,
@@ -236,7 +226,7 @@ class _Selection:
             float(temperature),
             reduction_dtype,
             output_dtype,
-            vocabulary,
+            [(start, start + size) for start, size in zip(starts, sizes, strict=True)],
         )
 
     def find_owned(self, start: int, size: int) -> Tensor:
@@ -290,7 +280,8 @@ class _SelectedLogprobs(torch.autograd.Function):
             pattern = bits(selected)
             found = selection.ranks.sum_integers(pattern.to(torch.int64).masked_fill(~owned, 0))
             selected = found.to(pattern.dtype).view(selected.dtype)
-        total = join_blocks(blocks, selection.vocabulary, torch.add, skip_gaps=True)
+        vocabulary = max(stop for _, stop in selection.shards)
+        total = join_blocks(blocks, vocabulary, torch.add, skip_gaps=True)
         result = torch.sub(selected - maximum, log(total)).masked_fill_(~selection.active, 0.0)
         ctx.selection = selection
         ctx.save_for_backward(maximum, total, *shards)
