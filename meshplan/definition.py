@@ -252,19 +252,10 @@ def reduce_leaves(
 def combine_leaves(
     leaves: Sequence[Tensor], op: Op, shape: Sequence[int], contract: Contract = Contract()
 ) -> Tensor:
-    """The first part of a reduction: one block of its leaves, for ``finish_partials``.
-
-    Args:
-        leaves, op, contract: as for ``reduce_leaves``. ``avg`` is a sum here.
-        shape: sizes of the axes of the block, outermost first.
-
-    Returns:
-        A new contiguous tensor of ``partial_shape`` and of ``partial_dtype``, neither divided nor
-        rounded for the last time. NaNs in it may have any payload.
-
-    Raises:
-        ContractError, ContractTypeError, ContractStateError: as ``reduce_leaves``; and
-            ContractError for a fold of floats in an order without parts, e.g. ``"rank"``.
+    """The first part of a reduction: one block of its leaves, for ``finish_partials``. A new
+    contiguous tensor of ``partial_shape`` and of ``partial_dtype``, neither divided nor rounded for
+    the last time: ``avg`` is a sum here. NaNs in it may have any payload. Raises as
+    ``reduce_leaves``, and ContractError for a fold of floats in an order without parts.
     """
     leaves = check_leaves(leaves, op, shape, None)
     dtype = leaves[0].dtype
@@ -287,23 +278,10 @@ def finish_partials(
     dtype: torch.dtype,
     divisor: int | None = None,
 ) -> Tensor:
-    """The second part of a reduction: combine the results of ``combine_leaves`` for all blocks.
-
-    Args:
-        partials: one per block, row-major over ``shape``.
-        op, contract: as for ``combine_leaves``.
-        shape: sizes of the axes over the blocks, outermost first.
-        dtype: of the leaves.
-        divisor: required for ``avg``: divides the sum.
-
-    Returns:
-        The result of ``reduce_leaves`` for all leaves, bit for bit: a new contiguous tensor of
-        ``dtype``.
-
-    Raises:
-        ContractError, ContractTypeError, ContractStateError: as ``combine_leaves``; and
-            ContractError for ``avg`` without a divisor, ContractTypeError for partials that are
-            not of ``partial_dtype``.
+    """The second part of a reduction: combine the results of ``combine_leaves`` for all blocks,
+    row-major over ``shape``. The bits are those of ``reduce_leaves`` for all leaves, which are of
+    ``dtype``. Raises as ``combine_leaves``, and for ``avg`` without a divisor or partials that are
+    not of ``partial_dtype``.
     """
     partials = check_leaves(partials, op, shape, divisor)
     check_dtype(op, dtype, contract)
@@ -336,9 +314,7 @@ def finish_partials(
 def check_leaves(
     leaves: Sequence[Tensor], op: str, shape: Sequence[int], divisor: int | None
 ) -> list[Tensor]:
-    """Check that ``leaves`` fill ``shape``; returns them detached, without a lazy negation. Raises
-    ContractError and ContractTypeError as ``reduce_leaves``.
-    """
+    """Check that ``leaves`` fill ``shape``; returns them detached, without a lazy negation."""
     if not leaves or math.prod(shape) != len(leaves) or min(shape, default=1) < 1:
         raise ContractError(
             f"axes of sizes {list(shape)} need {math.prod(shape)} leaves, got {len(leaves)}; "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from meshplan._message_text import suggest
+from meshplan._message_text import format_first, suggest
 from meshplan.errors import AxisNameError, LayoutError
 
 if TYPE_CHECKING:
@@ -214,9 +214,7 @@ class Layout:
             return f"({axes})"
         if isinstance(self.ranks, range):
             return f"({axes}; ranks {first}..{first + self.world_size - 1})"
-        shown = ", ".join(map(str, self.ranks[:8]))
-        more = ", ..." if self.world_size > 8 else ""
-        return f"({axes}; ranks {shown}{more})"
+        return f"({axes}; ranks {format_first(self.ranks)})"
 
 
 def signature(group: Sequence[int], node_of_rank: Sequence[int]) -> tuple[int, ...]:
@@ -242,10 +240,10 @@ def _normalize_ranks(ranks: Sequence[int], count: int) -> range | tuple[int, ...
     ordered = np.sort(found)
     repeats = bool((ordered[1:] == ordered[:-1]).any())
     if len(ranks) != count or repeats or int(ordered[0]) < 0:
-        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
         raise LayoutError(
             f"a mesh of {count} coordinates needs {count} different ranks from 0 up, "
-            f"got {len(ranks)}: {shown}; pass the global rank at each coordinate, row-major"
+            f"got {len(ranks)}: {format_first(ranks)}; pass the global rank at each coordinate, "
+            "row-major"
         )
     first = int(found[0])
     if np.array_equal(found, np.arange(first, first + count)):
