@@ -97,9 +97,7 @@ class ReplicaAxes:
         places = {rank: own.coordinate(rank) for rank in own.ranks} if own != self.layout else {}
         found = []
         for axis in self.wide:
-            touched, outside = {axis}, False
-            if own != self.layout:
-                touched, outside = self._axes_along(tensor, own, places, axis)
+            touched, outside = self._axes_along(tensor, own, places, axis)
             placements = [tensor.placements[i] for i in touched]
             label = self.layout.axes[axis]
             if any(placement.is_partial() for placement in placements):
@@ -126,6 +124,8 @@ class ReplicaAxes:
         self, tensor: NamedTensor, own: Layout, places: _Coordinates, axis: int
     ) -> tuple[set[int], bool]:
         """The tensor's axes that this axis runs along, and whether it leaves the tensor's mesh."""
+        if own == self.layout:
+            return {axis}, False
         mine = places.get(self.rank)
         line = [places.get(r) for r in self.layout.group_of(self.rank, axis) or ()]
         inside = [place for place in line if place is not None]

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from meshplan._bits import FLOATS
 from meshplan._torch import (
     ALL_GATHER_SINGLE,
     DistributedBackendOptions,
@@ -41,7 +42,6 @@ from meshplan.planner import nccl_order as order
 _NAME = "nccl_model"
 ABOUT = "model of NCCL 2.30 association order: 1 channel, NVSwitch hosts, no NVLS; not NCCL"
 """The model in one line, for reports."""
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _OTHERS = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool)
 _List: TypeAlias = list[Tensor]
 
@@ -282,12 +282,12 @@ class _Algebra:
     def of(opts: Any, tensor: Tensor, size: int) -> _Algebra:
         op = getattr(opts, "reduceOp", opts)
         dtype = tensor.dtype
-        if tensor.layout is not torch.strided or dtype not in _FLOATS + _OTHERS:
+        if tensor.layout is not torch.strided or dtype not in FLOATS + _OTHERS:
             raise LayoutError(
                 f"{_NAME} does not reduce {dtype} with layout {tensor.layout}; pass e.g. strided "
                 "float32"
             )
-        floating = dtype in _FLOATS
+        floating = dtype in FLOATS
         if op == ReduceOp.AVG and dtype is not torch.bool:
             # 1/n is rounded to the dtype before it multiplies.
             factor = torch.tensor(1.0 / size, dtype=torch.float64).to(dtype)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshplan._bits import FLOATS, max_ulps
+from meshplan._message_text import format_first
 from meshplan.errors import ContractError
 from meshplan.testing._bitwise import bits, first_difference
 
@@ -139,20 +140,19 @@ def compare_gradients(
 def _check_names(
     candidate: Mapping[str, Tensor | None], reference: Mapping[str, Tensor | None]
 ) -> None:
-    lacks = sorted(reference.keys() - candidate.keys())
-    extra = sorted(candidate.keys() - reference.keys())
-    if lacks or extra:
+    only = {
+        "reference": sorted(reference.keys() - candidate.keys()),
+        "candidate": sorted(candidate.keys() - reference.keys()),
+    }
+    if any(only.values()):
         words = [
-            f"{len(names)} {what} ({', '.join(names[:_SHOWN])}{', ...' * (len(names) > _SHOWN)})"
-            for names, what in (
-                (lacks, "missing in the candidate"),
-                (extra, "only there"),
-            )
+            f"{len(names)} only in the {side} ({format_first(names, _SHOWN)})"
+            for side, names in only.items()
             if names
         ]
         raise ContractError(
-            f"gradients of different parameters: of {len(reference)} in the reference, "
-            f"{' and '.join(words)}; compare gradients of one model"
+            f"gradients of different parameters: {' and '.join(words)}; compare gradients of one "
+            "model"
         )
 
 

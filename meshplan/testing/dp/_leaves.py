@@ -220,11 +220,8 @@ class SampleLeaves:
         self.parameters = _trained_parameters(model)
         self.count = count_leaves(batch_size((inputs, targets)), samples_per_leaf)
         self.first = 0
-        self._model, self._loss_fn, self._batch = (
-            model,
-            loss_fn,
-            (inputs, targets),
-        )
+        self._model, self._loss_fn = model, loss_fn
+        self._batch = inputs, targets
         self._size, self._seed = samples_per_leaf, seed
         self._gpus = _gpus([*model.parameters(), *model.buffers(), *tensors_of(self._batch)])
         self._displaced = [
