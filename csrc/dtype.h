@@ -67,13 +67,12 @@ MP_FN Half to_half(float x) {
 #endif
 }
 
-// Acc: what sums are made in. Bits: the integer of the same width. kNan: the canonical quiet NaN.
+// Bits: the integer of the same width. nan: the canonical quiet NaN.
 template <class T>
 struct Traits;
 
 template <>
 struct Traits<float> {
-  using Acc = float;
   using Bits = u32;
   using Signed = i32;
   static constexpr bool is_float = true;
@@ -81,7 +80,6 @@ struct Traits<float> {
 };
 template <>
 struct Traits<double> {
-  using Acc = double;
   using Bits = u64;
   using Signed = i64;
   static constexpr bool is_float = true;
@@ -89,7 +87,6 @@ struct Traits<double> {
 };
 template <>
 struct Traits<Half> {
-  using Acc = float;
   using Bits = u16;
   using Signed = i16;
   static constexpr bool is_float = true;
@@ -97,30 +94,27 @@ struct Traits<Half> {
 };
 template <>
 struct Traits<Bfloat> {
-  using Acc = float;
   using Bits = u16;
   using Signed = i16;
   static constexpr bool is_float = true;
   static constexpr Bits nan = 0x7fc0u, infinity = 0x7f80u;
 };
 
-template <class T, class U>
+template <class U>
 struct IntegerTraits {
-  using Acc = T;
   using Bits = U;
-  using Signed = T;
   static constexpr bool is_float = false;
 };
 template <>
-struct Traits<i8> : IntegerTraits<i8, u8> {};
+struct Traits<i8> : IntegerTraits<u8> {};
 template <>
-struct Traits<u8> : IntegerTraits<u8, u8> {};
+struct Traits<u8> : IntegerTraits<u8> {};
 template <>
-struct Traits<i16> : IntegerTraits<i16, u16> {};
+struct Traits<i16> : IntegerTraits<u16> {};
 template <>
-struct Traits<i32> : IntegerTraits<i32, u32> {};
+struct Traits<i32> : IntegerTraits<u32> {};
 template <>
-struct Traits<i64> : IntegerTraits<i64, u64> {};
+struct Traits<i64> : IntegerTraits<u64> {};
 
 // convert<To>(x): raising and rounding, one rounding at most.
 template <class To>
