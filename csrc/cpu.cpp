@@ -270,36 +270,9 @@ MP_INLINED void sweep_exactly(const Fold& call, i32 leaves) {
   }
 }
 
-// The same code for wider vectors, if the processor has them. The choice changes no bit: elements are
-// independent, and the target `avx2` excludes FMA, whose single rounding would differ.
-#if defined(__x86_64__)
-template <class In, class Acc, class Round, class Out, class Op>
-__attribute__((target("avx2"))) void sweep_avx2(const Fold& call) {
-  sweep<In, Acc, Round, Out, Op>(call);
-}
-template <class D, class Acc>
-__attribute__((target("avx2"))) void sweep_exactly_avx2(const Fold& call, i32 leaves) {
-  sweep_exactly<D, Acc>(call, leaves);
-}
-#endif
-
-template <class D, class Acc>
-int run_exactly(const Fold& call, i32 leaves) {
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2")) return sweep_exactly_avx2<D, Acc>(call, leaves), 0;
-#endif
-  return sweep_exactly<D, Acc>(call, leaves), 0;
-}
-
 template <class In, class Acc, class Round, class Out, class Op>
 void run(const Fold& call) {
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2")) {
-    sweep_avx2<In, Acc, Round, Out, Op>(call);
-    return;
-  }
-#endif
-  sweep<In, Acc, Round, Out, Op>(call);
+  run_vectors([&]() MP_ALWAYS { sweep<In, Acc, Round, Out, Op>(call); });
 }
 
 // With a rounding at each node, partial results are of the leaves' dtype in every part. Else they
@@ -349,28 +322,14 @@ int reduce(void* out, const void* const* leaves, i64 numel, const Schedule& sche
   if (how.exact && op == Op::sum && how.dtype <= 3) {
     // Rounded once, of all leaves.
     if (how.node == 1 || how.part != Part::whole) return 1;
-    switch (how.dtype) {
-      case 0:
-        return how.accumulate == 1 ? run_exactly<float, double>(call, schedule.leaves)
-                                   : run_exactly<float, float>(call, schedule.leaves);
-      case 1:
-        return run_exactly<Bfloat, float>(call, schedule.leaves);
-      case 2:
-        return run_exactly<Half, float>(call, schedule.leaves);
-      case 3:
-        return run_exactly<double, double>(call, schedule.leaves);
-    }
+    return with_float(how.dtype, how.accumulate == 1, [&](auto leaf, auto sum) {
+      using D = decltype(leaf);
+      using Acc = decltype(sum);
+      run_vectors([&]() MP_ALWAYS { sweep_exactly<D, Acc>(call, schedule.leaves); });
+      return 0;
+    }) != 0;
   }
   switch (how.dtype) {
-    case 0:
-      return how.accumulate == 1 ? run_op<float, double>(call, how, op)
-                                 : run_op<float, float>(call, how, op);
-    case 1:
-      return run_op<Bfloat, float>(call, how, op);
-    case 2:
-      return run_op<Half, float>(call, how, op);
-    case 3:
-      return run_op<double, double>(call, how, op);
     case 4:
       return run_op<i8, i8>(call, how, op);
     case 5:
@@ -382,7 +341,9 @@ int reduce(void* out, const void* const* leaves, i64 numel, const Schedule& sche
     case 8:
       return run_op<u8, u8>(call, how, op);
   }
-  return 1;
+  return with_float(how.dtype, how.accumulate == 1, [&](auto leaf, auto sum) {
+    return run_op<decltype(leaf), decltype(sum)>(call, how, op);
+  }) != 0;
 }
 
 }  // namespace meshplan

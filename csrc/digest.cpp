@@ -1,6 +1,8 @@
-// The digest and the words of rows on a CPU. One thread; memory is read once.
-#include "digest.h"
-
+// The digest of a tensor's bytes, and the words of rows, on a CPU. One thread; memory is read once.
+//
+// The digest is two sums modulo 2^64 over blocks, in any order; meshplan/kernel/_digest.py is the
+// definition, and says what collides. A block is 1024 bytes, the last one filled up with zeros, read as
+// 128 pairs of little-endian 32-bit words.
 #include <cstddef>
 #include <cstring>
 
@@ -13,7 +15,34 @@
 namespace meshplan {
 namespace {
 
-using namespace digest;
+constexpr i32 kLanes = 2, kWords = 256, kBlockBytes = 4 * kWords;
+
+// The finaliser of SplitMix64; it loses nothing.
+constexpr u64 mix(u64 z) {
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+  return z ^ (z >> 31);
+}
+// The generator of SplitMix64, from seed 0: its output number n.
+constexpr u64 random(u64 n) { return mix((n + 1) * 0x9e3779b97f4a7c15ull); }
+
+struct Keys {
+  alignas(64) u32 of[kLanes][kWords];
+};
+constexpr Keys make_keys() {
+  Keys keys{};
+  for (i32 lane = 0; lane < kLanes; ++lane) {
+    for (i32 word = 0; word < kWords; ++word) {
+      keys.of[lane][word] = u32(random(u64(lane * kWords + word)) >> 32);
+    }
+  }
+  return keys;
+}
+
+// What a block adds to the sum of a lane. Outputs below 2^32 are the keys'.
+constexpr u64 term(u64 hash, i64 block, i32 lane) {
+  return mix(hash ^ random((1ull << 32) + 2 * u64(block) + u64(lane)));
+}
 
 constexpr Keys kKeys = make_keys();
 
@@ -98,6 +127,14 @@ void add_blocks(const u8* data, i64 blocks, i64 first, u64* sums) {
   for (i64 b = 0; b < blocks; ++b) add_block(data + b * kBlockBytes, first + b, sums);
 }
 
+// Rows of a tensor. For each lane the keys of all rows, and of the numbers in any of them: elements, but
+// the two halves of one of eight bytes.
+struct Rows {
+  const void* data;
+  i64 count, apart, numbers;
+  const u64 *row_keys, *keys;
+};
+
 template <class T>
 void add_rows(const Rows& rows, u64* sums) {
   constexpr bool kHalves = sizeof(T) == 8;
@@ -116,15 +153,28 @@ void add_rows(const Rows& rows, u64* sums) {
 }
 
 }  // namespace
+}  // namespace meshplan
 
-void add_words(const Rows& rows, i32 bytes, u64* sums) {
+using namespace meshplan;
+
+extern "C" {
+
+// Adds the words of `count` rows of a tensor, which meshplan/run/_words.py defines, to two sums. Rows
+// are `apart` elements of `bytes` bytes from each other: 1, 2, 4 or 8.
+void mp_add_words(const void* data, long long count, long long apart, long long numbers,
+                  const unsigned long long* row_keys, const unsigned long long* keys, int bytes,
+                  unsigned long long* sums) {
+  const Rows rows{data, count, apart, numbers, row_keys, keys};
   if (bytes == 1) return add_rows<u8>(rows, sums);
   if (bytes == 2) return add_rows<i16>(rows, sums);
   if (bytes == 4) return add_rows<i32>(rows, sums);
   add_rows<i64>(rows, sums);
 }
 
-void add_digest(const void* data, i64 bytes, i64 first, u64* sums) {
+// Adds the digest of `bytes` bytes of a tensor, at any address, to two sums, which start at 0. Blocks
+// count from 0 at the tensor's start, and `first` is that of the first byte. The bytes end with the
+// tensor if they are not a whole number of blocks.
+void mp_digest(const void* data, long long bytes, long long first, unsigned long long* sums) {
   const u8* from = static_cast<const u8*>(data);
   const i64 blocks = bytes / kBlockBytes, rest = bytes % kBlockBytes;
   add_blocks(from, blocks, first, sums);
@@ -135,4 +185,4 @@ void add_digest(const void* data, i64 bytes, i64 first, u64* sums) {
   }
 }
 
-}  // namespace meshplan
+}  // extern "C"

@@ -1,4 +1,5 @@
-// The C interface of the library for CPUs.
+// The C interface of the library for CPUs: reductions. digest.cpp, integers.cpp and squares.cpp have
+// the functions of theirs.
 #include <cstddef>
 #include <vector>
 
@@ -44,32 +45,6 @@ int mp_fold(void* out, const void* const* leaves, int n, long long numel, int dt
   if (schedule.count == 0) return 1;
   const Reduction how{dtype, op, accumulate, node, Order(order) == Order::exact, Part(part), divisor};
   return reduce(out, leaves, numel, schedule, how);
-}
-
-// Adds the digest of `bytes` bytes of a tensor to two sums, which start at 0; blocks of 1024 bytes
-// count from 0 at the tensor's start, and `first` is that of the first byte.
-void mp_digest(const void* data, long long bytes, long long first, unsigned long long* sums) {
-  add_digest(data, bytes, first, sums);
-}
-
-// Adds the words of rows of a tensor to two sums; as add_words in cpu.h.
-void mp_add_words(const void* data, long long count, long long apart, long long numbers,
-                  const unsigned long long* row_keys, const unsigned long long* keys, int bytes,
-                  unsigned long long* sums) {
-  add_words({data, count, apart, numbers, row_keys, keys}, bytes, sums);
-}
-
-// Adds the squares of `numel` floats to a row of 138 integers; as add_squares in cpu.h.
-int mp_add_squares(const void* data, long long numel, int dtype, long long* row) {
-  return add_squares(data, numel, dtype, row);
-}
-
-// One stage of a sum as integers; as transform_integers in cpu.h.
-long long mp_integers(int stage, void* floats, unsigned char* codes, long long* words,
-                      unsigned char* unclear, long long numel, int dtype, int wide, int ranks,
-                      unsigned long long divisor) {
-  return transform_integers({Stage(stage), floats, codes, words, unclear, numel, ranks, divisor},
-                            dtype, wide != 0);
 }
 
 // All but the tensors of a reduction over peers; made once and used for many calls.

@@ -209,49 +209,38 @@ MP_INLINED i64 finish(const i64* words, const u8* codes, i64 numel, i32 ranks, d
   return all;
 }
 
-template <class D, class Acc>
-MP_INLINED i64 run_stage(const Integers& call) {
-  const auto& [stage, floats, codes, words, unclear, numel, ranks, divisor] = call;
-  switch (stage) {
-    case Stage::codes:
-      return find_codes<D, Acc>(floats, codes, numel), 0;
-    case Stage::scale:
-      return scale<D>(floats, codes, numel, Acc(), widths_of<Acc>(ranks), words), 0;
-    case Stage::finish:
-      return finish<D>(words, codes, numel, ranks, divisor == 0 ? Acc(1) : Acc(divisor), floats,
-                       unclear);
-  }
-  return -1;
-}
-
-MP_INLINED i64 run_dtype(const Integers& call, i32 dtype, bool wide) {
-  switch (dtype) {
-    case 0:
-      return wide ? run_stage<float, double>(call) : run_stage<float, float>(call);
-    case 1:
-      return run_stage<Bfloat, float>(call);
-    case 2:
-      return run_stage<Half, float>(call);
-    case 3:
-      return run_stage<double, double>(call);
-  }
-  return -1;
-}
-
-// As in cpu.cpp: wider vectors, the same bits.
-#if defined(__x86_64__)
-__attribute__((target("avx2"))) i64 run_avx2(const Integers& call, i32 dtype, bool wide) {
-  return run_dtype(call, dtype, wide);
-}
-#endif
+enum class Stage : i32 { codes = 0, scale = 1, finish = 2 };
 
 }  // namespace
-
-i64 transform_integers(const Integers& call, i32 dtype, bool wide) {
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2")) return run_avx2(call, dtype, wide);
-#endif
-  return run_dtype(call, dtype, wide);
-}
-
 }  // namespace meshplan
+
+// One stage of a sum of `ranks` summands as integers: codes from floats; words, one of all elements
+// after the other, from floats and the largest codes; or floats and `unclear`, 1 for an ambiguous
+// element, from the sums of words. Returns how many are ambiguous, or -1 for a number that does not
+// exist. `wide`: sums are rounded to float64. `divisor`: 0 for none.
+extern "C" long long mp_integers(int stage, void* floats, unsigned char* codes, long long* words,
+                                 unsigned char* unclear, long long numel, int dtype, int wide,
+                                 int ranks, unsigned long long divisor) {
+  using namespace meshplan;
+  return with_float(dtype, wide != 0, [&](auto number, auto sum) {
+    using D = decltype(number);
+    using Acc = decltype(sum);
+    i64 found = -1;
+    run_vectors([&]() MP_ALWAYS {
+      switch (Stage(stage)) {
+        case Stage::codes:
+          find_codes<D, Acc>(floats, codes, numel);
+          found = 0;
+          break;
+        case Stage::scale:
+          scale<D>(floats, codes, numel, Acc(), widths_of<Acc>(ranks), words);
+          found = 0;
+          break;
+        case Stage::finish:
+          const Acc by = divisor == 0 ? Acc(1) : Acc(divisor);
+          found = finish<D>(words, codes, numel, ranks, by, floats, unclear);
+      }
+    });
+    return found;
+  });
+}

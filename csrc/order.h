@@ -1,13 +1,46 @@
 // The orders of additions of the contract: a struct each, and a line in `MP_ORDERS`.
 //
-// `list` writes an order as steps for leaves on axes of any sizes, counted row-major. Sums of floats in
-// order `exact` have no steps (exact.h); its integers, maxima and minima have the same bits in any.
+// `list` writes an order as steps over a stack of partial results, the same for every element, for
+// leaves on axes of any sizes, counted row-major. Sums of floats in order `exact` have no steps
+// (exact.h); its integers, maxima and minima have the same bits in any.
 // meshplan/orders.py is the definition and has the same codes. For GPUs the host makes batches of it.
 #pragma once
 
-#include "schedule.h"
+#include "port.h"
 
 namespace meshplan {
+
+// load: push leaf a. load2: push leaf a with leaf b. with: the top with leaf a. top2: the two on top.
+enum class Do : i32 { load, load2, with, top2 };
+
+struct Instruction {
+  Do what;
+  i32 a, b;
+};
+
+struct Schedule {
+  Instruction* steps;  // room for 2 * leaves
+  i32 count;
+  i32 depth, height;  // now, and at most
+  i32 leaves;
+
+  MP_FN void emit(Do what, i32 a, i32 b) {
+    steps[count++] = {what, a, b};
+    if (what == Do::load || what == Do::load2) {
+      ++depth;
+    } else if (what == Do::top2) {
+      --depth;
+    }
+    height = depth > height ? depth : height;
+  }
+};
+
+// How many leaves there are on axes of these sizes.
+MP_FN i32 leaves_of(const i32* shape, i32 axes) {
+  i32 leaves = 1;
+  for (i32 i = 0; i < axes; ++i) leaves *= shape[i];
+  return leaves;
+}
 
 #define MP_ORDERS(MP_ORDER)     \
   MP_ORDER(tree, 0, TreeOrder) \

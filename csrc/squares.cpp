@@ -1,6 +1,9 @@
-// The exact sum of squares on a CPU. One thread; memory is read once.
-#include "squares.h"
-
+// The exact sum of squares of floats on a CPU: a number in fixed point, whose digits are integers. One
+// thread; memory is read once.
+//
+// meshplan/kernel/_digest.py is the definition. Digit i counts 2^(32 i - 2148). The square of the
+// smallest float64 is 2^-2148 and that of the largest below 2^2048, so that 136 digits hold 2^60 of
+// any squares.
 #include <vector>
 
 #include "cpu.h"
@@ -9,7 +12,7 @@
 namespace meshplan {
 namespace {
 
-using namespace squares;
+constexpr i32 kDigits = 136, kDigitBits = 32, kPoint = 2148;
 
 using i128 = __int128;
 using u128 = unsigned __int128;
@@ -214,23 +217,15 @@ void add(const void* data, i64 numel, i64* row) {
 }
 
 }  // namespace
-
-int add_squares(const void* data, i64 numel, i32 dtype, i64* row) {
-  switch (dtype) {
-    case 0:
-      add<float>(data, numel, row);
-      return 0;
-    case 1:
-      add<Bfloat>(data, numel, row);
-      return 0;
-    case 2:
-      add<Half>(data, numel, row);
-      return 0;
-    case 3:
-      add<double>(data, numel, row);
-      return 0;
-  }
-  return 1;
-}
-
 }  // namespace meshplan
+
+// Adds the squares of `numel` floats, at any address, to a row: the digits, the number of infinities and
+// that of NaNs. Digits are below 2^32 after it. Returns 1 for an unknown dtype.
+extern "C" int mp_add_squares(const void* data, long long numel, int dtype, long long* row) {
+  using namespace meshplan;
+  const auto found = with_float(dtype, false, [&](auto number, auto) {
+    add<decltype(number)>(data, numel, row);
+    return 0;
+  });
+  return found == 0 ? 0 : 1;
+}

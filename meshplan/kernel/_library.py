@@ -118,7 +118,7 @@ class Failures(ctypes.Structure):
     _fields_ = (("any", _UINT), ("unused", _UINT * 15), ("of", Failure * MAX_BLOCKS))
 
 
-# Result and argument types, as csrc/entry.cpp declares them.
+# Result and argument types, as csrc declares them.
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "mp_fold": (
         _INT,
