@@ -27,7 +27,7 @@ from benchmarks.script import Suite, run
 from benchmarks.timing import in_turn, on_ranks, slowest
 from meshplan import deterministic_all_reduce, exact_norm, kernel
 from meshplan.contract import Contract
-from meshplan.kernel._fold_operator import reduce_into
+from meshplan.kernel._operators import reduce_into
 
 WORLDS, BYTES, NORM_BYTES = (2, 4), 16 << 20, 64 << 20
 REDUCED = (torch.float32, torch.float64)

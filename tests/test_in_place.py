@@ -26,7 +26,7 @@ from meshplan.execute import (
 )
 from meshplan.execute._gloo import GlooWire
 from meshplan.execute.paths import _exchange
-from meshplan.kernel import _fold_operator, combine_leaves, large_pages, reduce_into
+from meshplan.kernel import _operators, combine_leaves, large_pages, reduce_into
 from meshplan.kernel._host_peers import LARGE_BYTES
 from meshplan.planner import Step
 from meshplan.testing import assert_bitwise_equal, order_sensitive
@@ -278,7 +278,7 @@ def test_output_may_be_a_leaf_or_separate(
     compiled: bool, target: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
-        monkeypatch.setattr(_fold_operator, "_serves", lambda leaves: False)
+        monkeypatch.setattr(_operators, "_serves", lambda leaves: False)
     for dtype in (torch.float32, torch.bfloat16, torch.int32):
         for numel in (0, 1, 4095, 4097, 10000):
             leaves = [leaf(numel, r, 3, dtype) for r in range(3)]

@@ -6,7 +6,6 @@ the compiled library, or for tensors that are not on a CPU, ``meshplan.definitio
 
 from __future__ import annotations
 
-from meshplan.kernel import _peer_operators as _peer_operators
 from meshplan.kernel._communicator import Arithmetic as Arithmetic
 from meshplan.kernel._communicator import CallKey as CallKey
 from meshplan.kernel._communicator import Communicator as Communicator
@@ -32,11 +31,6 @@ from meshplan.kernel._digest import sum_squares as sum_squares
 from meshplan.kernel._digest import value_of_squares as value_of_squares
 from meshplan.kernel._driver import DriverError as DriverError
 from meshplan.kernel._driver import DriverKind as DriverKind
-from meshplan.kernel._fold_operator import OPERATORS as OPERATORS
-from meshplan.kernel._fold_operator import combine_leaves as combine_leaves
-from meshplan.kernel._fold_operator import finish_partials as finish_partials
-from meshplan.kernel._fold_operator import reduce_into as reduce_into
-from meshplan.kernel._fold_operator import reduce_leaves as reduce_leaves
 from meshplan.kernel._host_peers import HostCommunicator as HostCommunicator
 from meshplan.kernel._host_peers import MemoryHandle as MemoryHandle
 from meshplan.kernel._host_peers import SharedMemory as SharedMemory
@@ -48,6 +42,11 @@ from meshplan.kernel._library import MAX_PEERS as MAX_PEERS
 from meshplan.kernel._library import available as available
 from meshplan.kernel._library import library as library
 from meshplan.kernel._library import why_not as why_not
+from meshplan.kernel._operators import OPERATORS as OPERATORS
+from meshplan.kernel._operators import combine_leaves as combine_leaves
+from meshplan.kernel._operators import finish_partials as finish_partials
+from meshplan.kernel._operators import reduce_into as reduce_into
+from meshplan.kernel._operators import reduce_leaves as reduce_leaves
 from meshplan.kernel._scaled_integers import MAX_RANKS as MAX_RANKS
 from meshplan.kernel._scaled_integers import find_codes as find_codes
 from meshplan.kernel._scaled_integers import from_integers as from_integers
