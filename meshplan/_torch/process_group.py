@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from meshplan._torch import (
     set_default_backend,
     timeout_of,
 )
-from meshplan._torch.c10d_operators import answer_reductions
+from meshplan._torch.c10d_operators import Watch, answer_reductions, watch_reductions
 from meshplan.errors import BackendError
 
 # By what a subclass defines: what C++ calls instead, in torch 2.11 and 2.12 or in all.
@@ -294,3 +295,58 @@ class WrappingProcessGroup(_Python):
         names = {name for name in dir(dist.ProcessGroup) if not name.startswith("__")}
         for name in names - {*OWN, *vars(cls)}:
             setattr(cls, name, _answer(name))
+
+
+# Reductions over groups of other backends, shown to a watch. Groups of C++ are watched at the
+# operators of c10d. A group written in Python answers its callers by methods of its class, which
+# operators do not see: those methods are wrapped while a watch is set.
+
+_wrapped: list[tuple[type, str, Any, Any]] = []
+
+
+def watch_groups(watch: Watch) -> None:
+    """Show each reduction of this process over a group of another backend; one watch at a time.
+    Classes of groups that are defined later are not watched.
+    """
+    for kind in _classes_of(dist.ProcessGroup):
+        for name in REDUCTIONS:
+            method = vars(kind).get(name)
+            if callable(method):
+                ours = _watched(method, name, watch)
+                setattr(kind, name, ours)
+                _wrapped.append((kind, name, ours, method))
+    watch_reductions(watch)
+
+
+def unwatch_groups() -> None:
+    """End that. What others have put in the place of a method stays."""
+    watch_reductions(None)
+    while _wrapped:
+        kind, name, ours, method = _wrapped.pop()
+        if vars(kind).get(name) is ours:
+            setattr(kind, name, method)
+
+
+def _classes_of(kind: type) -> Iterator[type]:
+    """Classes of groups written in Python, except those whose reductions are meshplan's own."""
+    found: list[type] = kind.__subclasses__()
+    for one in found:
+        if not issubclass(one, WrappingProcessGroup):
+            yield one
+            yield from _classes_of(one)
+
+
+def _watched(method: Callable[..., Any], name: str, watch: Watch) -> Callable[..., Any]:
+    @wraps(method)
+    def run(group: Any, *arguments: Any, **options: Any) -> Any:
+        # A group that hands its reductions to one of meshplan's, where they are counted.
+        if getattr(group, "hands_on_reductions", False):
+            return method(group, *arguments, **options)
+        # Outputs, if they are others than the inputs; the inputs; the options, or none for a sum.
+        place = 1 if "scatter" in name else 0
+        reduction = partial(method, group, *arguments, **options)
+        given = options.pop("opts", None)
+        tensors, opts = (*arguments, *options.values(), given or dist.ReduceOp.SUM)[place:][:2]
+        return watch(group, name, getattr(opts, "reduceOp", opts), tensors, reduction)
+
+    return run

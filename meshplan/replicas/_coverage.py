@@ -26,7 +26,7 @@ from torch import Tensor
 from meshplan import _observing
 from meshplan._dtypes import name_of
 from meshplan._observing import OBSERVING, Source
-from meshplan._torch.watched_groups import unwatch_groups, watch_groups
+from meshplan._torch.process_group import unwatch_groups, watch_groups
 from meshplan._uncompiled import never_compiled, refuse_in_graph
 from meshplan.errors import FallbackRefusedError, InstallError, PolicyError
 from meshplan.execute._provenance import format_bytes
