@@ -26,7 +26,7 @@ from meshplan import deterministic_all_reduce
 from meshplan.collectives import _reduction
 from meshplan.contract import Contract
 from meshplan.dtensor import _seam
-from meshplan.dtensor._tracking import THREAD
+from meshplan.dtensor._partial import THREAD
 from meshplan.errors import GroupAgreementError
 from tests.processes import run_ranks
 from tests.traffic import Issued

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._debug_mode import DebugMode
 
 import meshplan
-from meshplan.dtensor import _tracking
+from meshplan.dtensor import _partial
 from meshplan.errors import PlanNotRunError
 from meshplan.execute import BoundReduction
 
@@ -37,7 +37,7 @@ def mesh() -> Iterator[DeviceMesh]:
     try:
         with meshplan.installed():
             yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        _tracking.THREAD.state.waiting = None
+        _partial.THREAD.state.waiting = None
     finally:
         dist.destroy_process_group()
 

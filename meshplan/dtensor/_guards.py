@@ -42,8 +42,8 @@ from meshplan._torch import (
 )
 from meshplan._torch.placements import ShardHooks
 from meshplan._uncompiled import never_compiled
+from meshplan.dtensor._partial import ThreadState
 from meshplan.dtensor._routes import MeshEntry, change_facts, mesh_entry
-from meshplan.dtensor._tracking import ThreadState
 from meshplan.errors import (
     FallbackRefusedError,
     PlacementError,
@@ -231,10 +231,7 @@ def find_other_length(
     executor: FrameType, mesh: DeviceMesh, dims: Container[int]
 ) -> PlacementError | None:
     """The error if the tensor that torch's ``executor`` moves lacks the lengths of its spec on
-    ``dims``.
-
-    Torch's cached steps have shapes as well, but perhaps those of another rank, which this process
-    has simulated over an equal mesh.
+    ``dims``. Shapes of cached steps may be those of another rank, which this process has simulated.
     """
     values, place = executor.f_locals, mesh.get_coordinate()
     shard, spec = values.get("local_tensor"), values.get("current_spec")

@@ -35,10 +35,11 @@ from meshplan._torch.effects import effect_differences
 from meshplan._uncompiled import never_compiled, refuse_in_graph
 from meshplan._variables import check_variables
 from meshplan.contract import Contract
-from meshplan.dtensor import _tracking
+from meshplan.dtensor import _partial
 from meshplan.dtensor._config import Config, PolicyChoice
 from meshplan.dtensor._graphs import begin_epoch, forget_graphs, remove_tag, set_tag
 from meshplan.dtensor._guards import follow_world
+from meshplan.dtensor._partial import THREAD
 from meshplan.dtensor._routes import gather_topology
 from meshplan.dtensor._seam import (
     OVERRIDE,
@@ -49,7 +50,6 @@ from meshplan.dtensor._seam import (
     current_key,
     planned_transform_infos,
 )
-from meshplan.dtensor._tracking import THREAD
 from meshplan.errors import FallbackRefusedError, InstallError, UnsupportedTorchError
 from meshplan.execute import PathChoice, select_path
 from meshplan.flatten import Block, Group, registry
@@ -77,7 +77,7 @@ def check_seam() -> None:
     """Check the private names of torch that meshplan uses. Nothing is replaced or sent, and no
     process group is needed.
     """
-    refuse_moved([*find_moved(NAMES), *effect_differences(_tracking)])
+    refuse_moved([*find_moved(NAMES), *effect_differences(_partial)])
 
 
 class UncoveredReductionWarning(UserWarning):

@@ -49,7 +49,15 @@ from meshplan.dtensor._guards import (
     split_runs,
     watch_shards,
 )
-from meshplan.dtensor._partial import PlannedPartial, unplanned_calls
+from meshplan.dtensor._partial import (
+    THREAD,
+    PlannedPartial,
+    TrackedSteps,
+    check_last_plan,
+    flattened_step,
+    track_steps,
+    unplanned_calls,
+)
 from meshplan.dtensor._routes import (
     FACTS,
     KEPT_ORDER,
@@ -64,13 +72,6 @@ from meshplan.dtensor._routes import (
     torch_event,
     with_gathered_topology,
     with_topology_for,
-)
-from meshplan.dtensor._tracking import (
-    THREAD,
-    TrackedSteps,
-    check_last_plan,
-    flattened_step,
-    track_steps,
 )
 from meshplan.execute import COUNTERS, Event, record
 from meshplan.flatten import this_rank
