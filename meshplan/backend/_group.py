@@ -17,30 +17,39 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from meshplan._calls import GroupCalls, Ticket, keep_calls
 from meshplan._observing import OBSERVING
 from meshplan._torch import (
     REDUCE_SCATTER_SINGLE,
+    WORLD,
     DistributedBackendOptions,
+    PrefixStore,
     Store,
     dispatch_modes,
 )
 from meshplan._uncompiled import never_compiled
-from meshplan.backend import _inner
-from meshplan.backend import _partial_sums as sums
 from meshplan.backend._derived import DerivingProcessGroup, describe_group
 from meshplan.backend._options import NAME, BackendOptions, check_inner_options
 from meshplan.backend._reductions import (
     EXCHANGE,
+    LEFT_OUT,
     BoundTable,
     Operation,
+    PartialSum,
     agree_on_policy,
     check_blocks,
     check_equal_blocks,
+    continues_partial_sum,
+    keep_partial_sum,
+    keeps_partial_sum,
     read_operation,
     reduce_inside,
+    reduce_partial_sums,
+    scatter_partial_sum,
+    take_partial_sum,
 )
 from meshplan.backend._work import (
     DeviceLane,
@@ -54,8 +63,14 @@ from meshplan.collectives._reduction import Kind, list_kinds
 from meshplan.errors import BackendError, ContractError, GroupStateError
 from meshplan.execute._announce import is_counted, run_as_one
 from meshplan.execute._wire import check_data
-from meshplan.flatten import first_use, registry
-from meshplan.flatten._create import peer_timeout
+from meshplan.flatten import first_use, keep_store, registry
+from meshplan.flatten._create import (
+    attempt_store,
+    create_uncounted,
+    descriptor_objection,
+    peer_timeout,
+    rest_at_end,
+)
 from meshplan.flatten._join import create_beside
 from meshplan.flatten._threads import is_forked, refuse_forked
 from meshplan.record import Record
@@ -104,11 +119,11 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         of_inner = None
         if not isinstance(options, BackendOptions):
             options, of_inner = defaults or _default_options(), options
-        backend = options.inner or _inner.default_inner()
+        backend = options.inner or default_inner()
         check_inner_options(of_inner, backend)
         self.options: BackendOptions = options
         create = partial(
-            _inner.create_inner_group,
+            create_inner_group,
             name=made.group_id,
             store=made.store,
             rank=made.group_rank,
@@ -154,14 +169,14 @@ class MeshplanProcessGroup(DerivingProcessGroup):
                 f"allreduce got {len(tensors)} tensors of one rank; pass one, or call "
                 "allreduce_coalesced"
             )
-        if tensors[0].__dict__.pop(sums.LEFT_OUT, False):
+        if tensors[0].__dict__.pop(LEFT_OUT, False):
             return Work(tensors)
-        partial_sum = sums.take_partial_sum(tensors[0])
+        partial_sum = take_partial_sum(tensors[0])
         if partial_sum is not None and self.size() > 1:
             operation = self._operation(opts, tensors)
-            if sums.continues(partial_sum, operation, self.options):
+            if continues_partial_sum(partial_sum, operation, self.options):
                 args = tensors[0].detach(), partial_sum, operation, self.options
-                run = partial(sums.reduce_partial_sums, *args)
+                run = partial(reduce_partial_sums, *args)
                 return self._start(in_caller_mode(run, tensors), tensors, opts)
         return self._all_reduce(tensors, opts, "allreduce")
 
@@ -229,15 +244,15 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         opts = dist.ReduceScatterOptions()
         opts.reduceOp, opts.asyncOp = op, False
         operation = self._operation(opts, [output, input])
-        if self.size() == 1 or not sums.keeps(operation, output, self.options.contract):
+        if self.size() == 1 or not keeps_partial_sum(operation, output, self.options.contract):
             self.reduce_scatter_single(output, input, opts).wait()
             return
         check_equal_blocks(output, input, self.size())
-        found: list[sums.PartialSum] = []
+        found: list[PartialSum] = []
         args = input.detach().reshape(-1), operation, self.options, found
-        run = partial(sums.scatter_partial_sum, output.detach(), *args)
+        run = partial(scatter_partial_sum, output.detach(), *args)
         self._start(in_caller_mode(run, [output]), [output], opts)
-        sums.keep_partial_sum(output, found[0])
+        keep_partial_sum(output, found[0])
 
     @_counts_refused
     def exchange_rows(self, rows: Tensor) -> Tensor:
@@ -273,7 +288,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
     def _find_device_lane(self, kind: str) -> DeviceLane:
         if self._device_lane is None or kind != "cuda":
             raise BackendError(
-                f"the inner backend {self.options.inner or _inner.default_inner()!r} does not "
+                f"the inner backend {self.options.inner or default_inner()!r} does not "
                 f"reduce {kind} tensors; pass e.g. inner='cpu:gloo,cuda:nccl'"
             )
         return self._device_lane
@@ -328,7 +343,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
             registry().release(self)
         for group in self._groups():
             registry().release(group)
-            _inner.destroy_inner_group(group, all_are_destroyed=everything)
+            destroy_inner_group(group, all_are_destroyed=everything)
         self._lane = None
 
     def _groups(self) -> list[Any]:
@@ -358,7 +373,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
 
     def _check_device(self, kind: str) -> None:
         if kind not in self._checked:
-            _inner.check_device(kind, c10d.get_backend_config(self._origin or self))
+            check_device(kind, c10d.get_backend_config(self._origin or self))
             self._checked.add(kind)
 
     def _scatter_equally(
@@ -475,7 +490,7 @@ def _default_options() -> BackendOptions:
 
 
 def create_group(made: Any, options: Any = None) -> MeshplanProcessGroup:
-    """A group of the backend, for ``register_backend``, from torch's description of it."""
+    """A group of the backend, for torch's ``register_backend``; ``options``: ``pg_options``."""
     return MeshplanProcessGroup(made, options)
 
 
@@ -503,3 +518,87 @@ def create_group_across_jobs(
 def register() -> None:
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, create_group, True, ["cpu", "cuda"])
+
+
+# The groups of the inner backend that a group of the backend ``meshplan`` consists of. One carries
+# the calls that move data. The other one carries reductions and nothing else: they run on a thread
+# of their own, and two threads may not order one group's messages. It is created in the first
+# reduction: many groups of a job never reduce, and each one takes descriptors and threads.
+
+
+def default_inner() -> str:
+    """The backends that torch takes for CPUs and, where there are some, for GPUs."""
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+def create_inner_group(
+    use: str,
+    attempt: str = "",
+    *,
+    name: str,
+    backend: str,
+    store: Any,
+    rank: int,
+    ranks: Sequence[int],
+    size: int,
+    timeout: timedelta,
+    options: Any = None,
+    across_jobs: bool = False,
+) -> ProcessGroup:
+    """Create a plain group of the same ranks; every member calls it at the same time. ``use``
+    separates the groups of one group of the backend, which has the ``name``, ``attempt`` those that
+    its members have agreed on; ``ranks`` is empty for the default group and across jobs. Raises
+    BackendError if torch does not have the backend, GroupStateError if this process may not open as
+    many descriptors, and torch's RuntimeError if the backend cannot connect the members.
+    """
+    for part in backend.split(","):
+        one = part.rpartition(":")[2]
+        if not dist.is_backend_available(one):
+            raise BackendError(
+                f"torch has no backend {one!r} for inner={backend!r}; register it, or pass one "
+                "that torch has, such as inner='gloo'"
+            )
+    objection = descriptor_objection(backend, size)
+    if objection is not None:
+        raise GroupStateError(f"group {name} of {size} ranks cannot be created: {objection}")
+    group = create_uncounted(
+        size,
+        rank,
+        ranks,
+        backend,
+        PrefixStore(use, attempt_store(attempt, backend, store) if attempt else store),
+        name=f"{name}/{use}",
+        timeout=timeout,
+        options=options,
+        use=use,
+    )
+    if across_jobs:
+        keep_store(group, PrefixStore(f"agreements/{use}", store))
+    if "gloo" in backend:
+        rest_at_end()
+    return group
+
+
+def destroy_inner_group(group: ProcessGroup, *, all_are_destroyed: bool) -> None:
+    """Destroy an inner group that still exists. If ``all_are_destroyed``, torch forgets it."""
+    if group not in getattr(c10d, WORLD).pg_map:
+        return
+    if all_are_destroyed:
+        group.shutdown()
+    else:
+        dist.destroy_process_group(group)
+
+
+def check_device(kind: str, config: str) -> None:
+    """Refuse tensors of a device for which a group was created with another backend: raises
+    BackendError if torch put the group in the place of that backend's.
+    """
+    named = dict(part.split(":") for part in config.split(","))
+    if named.get(kind, NAME) != NAME:
+        raise BackendError(
+            f"the group has backend {config!r}, and torch uses one group for all devices if "
+            f"one of them has '{NAME}'; pass '{NAME}' for each device, and name other backends "
+            "in BackendOptions(inner=...)"
+        )

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from meshplan._chunks import cover_range
 from meshplan._torch import fsdp_group_of, fsdp_state_of, tree_leaves
 from meshplan.backend._group import MeshplanProcessGroup
-from meshplan.backend._partial_sums import LEFT_OUT
+from meshplan.backend._reductions import LEFT_OUT
 from meshplan.contract import Contract
 from meshplan.definition import refuse_flushed_subnormals
 from meshplan.errors import ElasticError

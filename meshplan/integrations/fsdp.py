@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshplan._dtypes import name_of
-from meshplan.backend._partial_sums import has_partial_sums
+from meshplan.backend._reductions import has_partial_sums
 from meshplan.collectives import Work
 from meshplan.errors import IntegrationError
 from meshplan.integrations.ddp import check_group

@@ -169,18 +169,18 @@ def test_partial_sum_of_some_ranks_is_an_error() -> None:
 
 
 def test_partial_sum_ends_with_its_tensor_or_another_reduction() -> None:
-    from meshplan.backend import _partial_sums
+    from meshplan.backend import _reductions
 
     def run(rank: int) -> None:
         mesh, leaf = hsdp_mesh((3, 2)), row(rank, (82,), BF16)
         out, _ = reduce_twice(mesh, leaf, (AVG, AVG))
-        assert _partial_sums._kept.found is not None
+        assert _reductions._kept.found is not None
         dist.all_reduce(torch.ones(3))
-        assert _partial_sums._kept.found is None
+        assert _reductions._kept.found is None
         del out, _
         out, _ = reduce_twice(mesh, leaf, (AVG, AVG))
         del out, _
-        assert _partial_sums._kept.found is None
+        assert _reductions._kept.found is None
 
     run_ranks(run, WORLD, backend="meshplan")
 
