@@ -17,9 +17,8 @@ from expecttest import TestCase
 from torch._C._distributed_c10d import Store
 
 from meshplan.errors import GroupStateError
-from meshplan.flatten import _answering
-from meshplan.flatten._agree import Members, open_round, vote
-from meshplan.flatten._answering import AnsweringStore
+from meshplan.flatten import _agree
+from meshplan.flatten._agree import AnsweringStore, Members, open_round, vote
 from meshplan.record import Record
 
 
@@ -93,7 +92,7 @@ def test_thread_ends_with_the_wrapper() -> None:
 
 
 def test_requests_work_again_after_a_timeout(stuck: Stuck) -> None:
-    with mock.patch.object(_answering, "_LEAST_SECONDS", 0.05):
+    with mock.patch.object(_agree, "_LEAST_SECONDS", 0.05):
         store = AnsweringStore(stuck, 0.05)
     for _ in range(2):
         with pytest.raises(GroupStateError):
@@ -119,13 +118,13 @@ def test_unanswered_request_does_not_keep_a_process_alive() -> None:
     )
     ask = (
         "import sys, torch.distributed as dist\n"
-        "from meshplan.flatten import _answering\n"
-        "_answering._LEAST_SECONDS = 0.5\n"
+        "from meshplan.flatten import _agree\n"
+        "_agree._LEAST_SECONDS = 0.5\n"
         "from torch._C._distributed_c10d import PrefixStore\n"
         "store = dist.TCPStore('127.0.0.1', int(sys.argv[1]), wait_for_workers=False)\n"
         "print(flush=True)\n"
         "sys.stdin.readline()\n"
-        "_answering.AnsweringStore(PrefixStore('p', store), 0.5).check(['a'])\n"
+        "_agree.AnsweringStore(PrefixStore('p', store), 0.5).check(['a'])\n"
     )
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", serve], stdout=pipe, text=True) as server:
@@ -151,7 +150,7 @@ class TestMessages(TestCase):
     def test_silent_store_is_reported(self) -> None:
         stuck = Stuck()
         with (
-            mock.patch.object(_answering, "_LEAST_SECONDS", 0.05),
+            mock.patch.object(_agree, "_LEAST_SECONDS", 0.05),
             pytest.raises(GroupStateError) as error,
         ):
             AnsweringStore(stuck, 0.05).check(["a"])

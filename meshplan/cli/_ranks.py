@@ -16,7 +16,7 @@ from meshplan._torch import Store
 from meshplan.cli._launch import require_launcher
 from meshplan.errors import GroupError, GroupStateError, TopologyError
 from meshplan.flatten import discover
-from meshplan.flatten._answering import AnsweringStore
+from meshplan.flatten._agree import AnsweringStore
 from meshplan.topology import Cluster
 
 _DONE = "meshplan/lint/done"

@@ -13,8 +13,7 @@ from functools import partial
 
 from meshplan._torch import Store
 from meshplan.errors import TopologyError, TopologyInputError
-from meshplan.flatten._agree import Members, open_round, vote
-from meshplan.flatten._answering import AnsweringStore
+from meshplan.flatten._agree import AnsweringStore, Members, open_round, vote
 from meshplan.flatten._join import refusal
 from meshplan.record import Record
 from meshplan.topology._locate import RankLocation, locate_rank

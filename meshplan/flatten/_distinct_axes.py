@@ -47,9 +47,8 @@ def list_distinct(distinct: Iterable[DistinctAxis] | DistinctAxis) -> list[Disti
 def ranks_along(
     distinct: Iterable[DistinctAxis], meshes: Iterable[DeviceMesh]
 ) -> list[frozenset[int]]:
-    """The ranks that differ from this one only along an axis that ``distinct=`` declares, for each.
-
-    Axes of meshes without this rank, and of one rank, are left out. Raises as ``read_distinct``.
+    """The ranks that differ from this one only along an axis that ``distinct=`` declares, for each
+    axis of several ranks that include it. Raises as ``read_distinct``.
     """
     groups = [declared.group for declared in read_distinct(distinct, meshes)]
     ranks = [frozenset(dist.get_process_group_ranks(group)) for group in groups if group]

@@ -37,6 +37,7 @@ from meshplan.errors import (
     SignatureMismatchError,
 )
 from meshplan.flatten._agree import (
+    AnsweringStore,
     Members,
     VoteResult,
     first_use,
@@ -47,7 +48,6 @@ from meshplan.flatten._agree import (
     vote,
     wait_for_ranks,
 )
-from meshplan.flatten._answering import AnsweringStore
 from meshplan.flatten._connect import SeveralHosts, connect, connect_devices
 from meshplan.flatten._create import (
     create_members_only,
