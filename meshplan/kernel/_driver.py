@@ -206,19 +206,11 @@ class Driver:
             self._record_flags: Any = getattr(self._library, _RECORD_EXTERNAL[kind == "hip"], None)
         except (OSError, AttributeError) as error:
             raise DriverError(f"{name}: {error}") from error
-        self._open.argtypes = [ctypes.c_void_p, _IpcHandle, ctypes.c_uint]
+        self._open.argtypes = (_POINTER, _IpcHandle, _UINT)
         if self._record_flags is not None:
-            self._record_flags.argtypes = [
-                ctypes.c_void_p,
-                ctypes.c_void_p,
-                ctypes.c_uint,
-            ]
+            self._record_flags.argtypes = (_POINTER, _POINTER, _UINT)
         if kind == "hip":
-            self._functions["malloc"].argtypes = [
-                ctypes.c_void_p,
-                ctypes.c_size_t,
-                ctypes.c_uint,
-            ]
+            self._functions["malloc"].argtypes = (_POINTER, _SIZE, _UINT)
         self._context = self._primary_context() if kind == "cuda" else None
 
     @contextmanager
