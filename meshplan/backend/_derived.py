@@ -111,13 +111,8 @@ class DerivingProcessGroup(PassingProcessGroup):
         group_name: str | None = None,
         group_desc: str | None = None,
     ) -> DerivingProcessGroup:
-        """A group of the ranks that join through ``store``, in the order in which they join.
-
-        Args:
-            store: for this merge alone. Ranks of several jobs also agree through it later.
-            size: number of ranks that join.
-            timeout: of the new group.
-            group_name, group_desc: of the new group.
+        """A group of the ``size`` ranks that join through ``store``, which is for this merge alone,
+        in the order in which they join. Ranks of several jobs also agree through it later.
         """
         name = group_name or f"{self.group_name}:merge"
         # Torch's own key: members are numbered as they join.

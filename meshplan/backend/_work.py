@@ -22,7 +22,7 @@ from meshplan._torch.process_group import (
     start_coalescing,
 )
 from meshplan._uncompiled import never_compiled
-from meshplan.collectives._lanes import SideStream, StreamWork, Work, stopping
+from meshplan.collectives._lanes import SideStream, StreamWork, Work, run_in_mode, stopping
 from meshplan.errors import BackendError
 from meshplan.flatten._create import hidden_device
 
@@ -74,10 +74,8 @@ class PassedWork(ReceivingWork):
 
 
 def mark_written(tensors: Iterable[Tensor]) -> None:
-    """Raise the version of tensors, as operators that write do: autograd refuses an old value.
-
-    Call it when the reduction is issued. Selective checkpointing keeps a result from then on, and
-    refuses it if its version changes later, when another thread writes it.
+    """Raise the version of tensors, as operators that write do: autograd refuses an old value. Call
+    it when the reduction is issued: selective checkpointing keeps a result from then on.
     """
     increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
@@ -93,13 +91,7 @@ Reduce = Callable[[dist.ProcessGroup, Ticket], object]
 
 def in_caller_mode(run: Reduce, tensors: Sequence[Tensor]) -> Reduce:
     """``run`` on any thread, without gradients, where ``tensors`` can be written."""
-    # Tensors of inference mode can be written to in that mode only, which is each thread's own.
-    return partial(_run, run, any(tensor.is_inference() for tensor in tensors))
-
-
-def _run(run: Reduce, inference: bool, group: dist.ProcessGroup, ticket: Ticket) -> None:
-    with torch.inference_mode(inference), torch.no_grad():
-        run(group, ticket)
+    return partial(run_in_mode, run, any(tensor.is_inference() for tensor in tensors))
 
 
 class DeviceLane:

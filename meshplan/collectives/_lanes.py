@@ -313,16 +313,18 @@ def in_lane(group: ProcessGroup, device: torch.device, run: Callable[[], Any]) -
     ``group`` before it. Every rank submits to it in the same order, and ``run`` sends on ``group``
     only, on which nothing else sends. The result of the ``Work`` is what ``run`` returns.
     """
-    job = partial(_run, run, torch.is_inference_mode_enabled())
+    job = partial(run_in_mode, run, torch.is_inference_mode_enabled())
     if device.type == "cpu":
         return Work(future=_thread_of(group).submit(job))
     return StreamWork(side_stream_of(device).issue(job))
 
 
-def _run(run: Callable[[], Any], inference: bool) -> Any:
-    # Of each thread: tensors made in inference mode can be written to in inference mode only.
+def run_in_mode(run: Callable[..., Any], inference: bool, *given: Any) -> Any:
+    """``run(*given)`` without gradients. Each thread has a mode of its own, and tensors that were
+    made in inference mode can be written to in that mode only.
+    """
     with torch.inference_mode(inference), torch.no_grad():
-        return run()
+        return run(*given)
 
 
 class OrderedThread:

@@ -298,7 +298,7 @@ def read_group(group: GroupLike | None) -> ProcessGroup | None:
             f"WORLD_SIZE is {size} and there is no process group; call "
             "torch.distributed.init_process_group first"
         )
-    found = group
+    found: object = group
     if isinstance(group, DeviceMesh):
         found = _group_of_axis(group, None)
     elif isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
@@ -317,7 +317,7 @@ def read_group(group: GroupLike | None) -> ProcessGroup | None:
     return found if found.size() > 1 else None
 
 
-def _group_of_axis(mesh: DeviceMesh, axis: str | int | None) -> ProcessGroup:
+def _group_of_axis(mesh: DeviceMesh, axis: str | int | None) -> object:
     names = mesh.mesh_dim_names
     if axis is None and mesh.ndim == 1:
         axis = 0
@@ -329,11 +329,8 @@ def _group_of_axis(mesh: DeviceMesh, axis: str | int | None) -> ProcessGroup:
             f"the mesh of group= {wrong}; pass group=(mesh, axis) with one of the axes "
             f"{', '.join(map(repr, shown))}"
         )
-    if mesh.get_coordinate() is None:
-        raise GroupStateError(
-            f"rank {dist.get_rank()} is not in the group; call this on its members only"
-        )
-    return mesh.get_group(axis)
+    outside = mesh.get_coordinate() is None
+    return dist.GroupMember.NON_GROUP_MEMBER if outside else mesh.get_group(axis)
 
 
 def second_group(group: ProcessGroup, tensor: Tensor) -> ProcessGroup:

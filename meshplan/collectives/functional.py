@@ -83,10 +83,6 @@ def _same(tensor: Tensor, *_: object) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _nothing(*_: object) -> None:
-    return None
-
-
 def _shard(tensor: Tensor, dim: int, sizes: Sequence[int], *rest: Any) -> Tensor:
     return tensor.new_empty(result_shape(tensor, (dim, tuple(sizes)), resolve_group(rest[-1])))
 
@@ -164,7 +160,7 @@ for _name, _arguments, _run, _fake, _backward in (
 
 _operators.define(f"all_reduce_(Tensor(a!) tensor, {_HOW}) -> ()", tags=_TAGS)
 _operators.impl("all_reduce_", _all_reduce_in_place, "CompositeExplicitAutograd")
-torch.library.register_fake("meshplan::all_reduce_", _nothing, lib=_operators)
+torch.library.register_fake("meshplan::all_reduce_", lambda *_: None, lib=_operators)
 
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]

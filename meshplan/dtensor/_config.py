@@ -81,14 +81,7 @@ class Config:
 
     @staticmethod
     def policy_of(choice: PolicyChoice) -> Policy | tuple[tuple[str, Policy], ...]:
-        """The ``policy`` argument of ``install``, made hashable.
-
-        Args:
-            choice: a policy, or policies by axis name.
-
-        Raises:
-            PolicyError: another type.
-        """
+        """The ``policy`` argument of ``install``, made hashable; PolicyError for another type."""
         if not isinstance(choice, str | Mapping):
             raise PolicyError(
                 f"policy={choice!r} is not a policy; pass {', '.join(map(repr, POLICIES))}, or a "
@@ -97,12 +90,7 @@ class Config:
         return tuple(sorted(choice.items())) if isinstance(choice, Mapping) else choice
 
     def policy_over(self, layout: Layout, axes: Iterable[int]) -> Policy:
-        """The policy of a reduction over ``axes``: the strictest of theirs.
-
-        Args:
-            layout: of the mesh.
-            axes: positions; those of size 1 do not count.
-        """
+        """The policy of a reduction over ``axes``: the strictest of theirs, but for size 1."""
         if isinstance(self.policy, str):
             return self.policy
         named = dict(self.policy)
@@ -116,11 +104,7 @@ class Config:
         return self.path if self.path in ("auto", *CONTRACT_PATHS) else "exchange"
 
     def sharing(self, device_type: str) -> Sharing:
-        """When groups share memory, if their ranks can.
-
-        Args:
-            device_type: of the mesh: ``cpu``, ``cuda``.
-        """
+        """When groups share memory, if their ranks can."""
         return sharing_of(self.path, device_type)
 
     def _record(self) -> Record:

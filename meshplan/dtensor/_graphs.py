@@ -189,11 +189,9 @@ def _sources() -> str:
 
 
 def _groups() -> str:
-    """This rank, and the ranks of each process group with a name of torch.
-
-    Torch names groups by number, and a graph holds names. AOTAutograd's look-up does not see them,
-    so its key needs the ranks. The look-up of a traced graph sees them, so its key needs only the
-    rank, and other groups of a job do not matter. meshplan's own names mean the same in every job.
+    """This rank, and the ranks of each group that torch names by number: AOTAutograd's look-up does
+    not see names, so its key needs the ranks. The look-up of a traced graph sees them, so its key
+    needs only the rank. meshplan's own names mean the same in every job.
     """
     if not c10d.is_initialized():
         return ""

@@ -166,11 +166,9 @@ def communicator(name: str) -> Communicator[object]:
 
 class Communicator(ABC, Generic[_Call]):
     """Ranks that reach each other's memory: ``ranks``, 2 to ``MAX_PEERS`` global ones in group
-    order.
-
-    All issue the same calls in the same order, each on one thread at a time. ``name`` is equal on
-    all ranks and in every run, ``rank`` this rank's place, ``timeout`` the seconds to wait for each
-    peer in each step. Calls are possible while it is ``alive``: until ``close``.
+    order. All issue the same calls in the same order, each on one thread at a time. ``name`` is
+    equal on all ranks and in every run, ``rank`` this rank's place, ``timeout`` the seconds to wait
+    for each peer in each step. Calls are possible while it is ``alive``: until ``close``.
     """
 
     device_type: str

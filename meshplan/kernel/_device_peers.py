@@ -548,7 +548,6 @@ class DeviceCommunicator(Communicator[_Call]):
 
 class StreamOrder:
     """The order of one communicator's calls on one device, whatever their streams and graphs.
-
     Two calls of one rank must not overlap, and all ranks must run them in one order. One stream
     keeps that order by itself. Between streams events keep it: ``last`` covers the last call that
     was issued or replayed, ``inside`` the last one in the capture under way. Every method expects

@@ -95,16 +95,15 @@ class SharedMemory:
         path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            if os.fstat(descriptor).st_size != handle.size:
-                raise OSError(f"{path} is not the memory that was shared")
-            memory = cls(descriptor, handle.size)
+            if os.fstat(descriptor).st_size == handle.size:
+                memory = cls(descriptor, handle.size)
+                assert memory._map is not None
+                if memory._map[:_NONCE_BYTES].hex() == handle.nonce:
+                    return memory
+                memory.close()
         finally:
             os.close(descriptor)
-        assert memory._map is not None
-        if memory._map[:_NONCE_BYTES].hex() != handle.nonce:
-            memory.close()
-            raise OSError(f"{path} is not the memory that was shared")
-        return memory
+        raise OSError(f"{path} is not the memory that was shared")
 
     @property
     def handle(self) -> MemoryHandle:
