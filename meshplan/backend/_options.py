@@ -94,7 +94,11 @@ class BackendOptions(BackendOptionsBase):  # type: ignore[misc] # a class of C++
     def replace(
         self, *, timeout: timedelta | None = None, inner: str | None = None
     ) -> BackendOptions:
-        """The same options but for those that are given; ``None``: as they are."""
+        """The same options but for those that are given.
+
+        Args:
+            timeout, inner: as for the class; ``None``: as they are.
+        """
         return BackendOptions(
             self.contract,
             self.path,

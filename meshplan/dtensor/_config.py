@@ -81,7 +81,14 @@ class Config:
 
     @staticmethod
     def policy_of(choice: PolicyChoice) -> Policy | tuple[tuple[str, Policy], ...]:
-        """The ``policy`` argument of ``install``, made hashable; PolicyError for another type."""
+        """The ``policy`` argument of ``install``, made hashable.
+
+        Args:
+            choice: a policy, or policies by axis name.
+
+        Raises:
+            PolicyError: another type.
+        """
         if not isinstance(choice, str | Mapping):
             raise PolicyError(
                 f"policy={choice!r} is not a policy; pass {', '.join(map(repr, POLICIES))}, or a "
@@ -90,7 +97,12 @@ class Config:
         return tuple(sorted(choice.items())) if isinstance(choice, Mapping) else choice
 
     def policy_over(self, layout: Layout, axes: Iterable[int]) -> Policy:
-        """The policy of a reduction over ``axes``: the strictest of theirs, but for size 1."""
+        """The policy of a reduction over ``axes``: the strictest of theirs.
+
+        Args:
+            layout: of the mesh.
+            axes: positions; those of size 1 do not count.
+        """
         if isinstance(self.policy, str):
             return self.policy
         named = dict(self.policy)
