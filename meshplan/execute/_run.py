@@ -186,10 +186,8 @@ class BoundReduction:
                 call=audit,
             )
         # The size of a traced tensor may be a symbol: to compare it would add a guard to the graph.
-        numbers: dict[str, Any] = {"seconds": seconds, "audited": audits}
-        if not traced:
-            numbers |= {"elements": tensor.numel(), "nbytes": tensor.nbytes}
-        record(event, groups=groups, written=written, **numbers)
+        sizes = (None, 0) if traced else (tensor.numel(), tensor.nbytes)
+        record(event, *sizes, seconds, audited=audits, groups=groups, written=written)
         if error is not None:
             # All ranks raise it: the audit has the same result on each.
             raise error

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from meshplan.testing.dp._compare import GradientSummary as GradientSummary
-from meshplan.testing.dp._compare import (
-    ParameterDifference as ParameterDifference,
-)
 from meshplan.testing.dp._compare import compare_gradients as compare_gradients
-from meshplan.testing.dp._compare import gradient_summary as gradient_summary
 from meshplan.testing.dp._controls import (
     deterministic_controls as deterministic_controls,
 )
