@@ -23,12 +23,14 @@ from meshplan._torch import (
 from meshplan._torch.c10d_operators import Watch, answer_reductions, watch_reductions
 from meshplan.errors import BackendError
 
-# By what a subclass defines: what C++ calls instead, in torch 2.11 and 2.12 or in all.
+# By what a subclass defines: what torch calls instead, in 2.11 and 2.12 or in all versions.
 _ALSO = {
     "all_gather_single": (ALL_GATHER_SINGLE,),
     "all_gather_single_coalesced": ("allgather_into_tensor_coalesced",),
     "reduce_scatter_single": (REDUCE_SCATTER_SINGLE,),
     "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced",),
+    "start_block": ("_start_coalescing",),
+    "end_block": ("_end_coalescing",),
 }
 
 REDUCTIONS = (
@@ -209,11 +211,11 @@ class PythonProcessGroup(_Python):
 
 class WrappingProcessGroup(_Python):
     """A process group that passes calls on to ``inner``, of the same ranks; its subclass defines
-    ``REDUCTIONS``. C++ finds the backends of ``inner`` in it, for the operators that move data.
-    Those that add come back to the methods of the subclass (``answer_reductions``). Of the methods
-    of a later torch, those that no table above names are refused, and its optional features are not
-    supported. ``issued`` counts reductions of the subclass itself, which resets ``lent`` after a
-    backend was handed out.
+    ``REDUCTIONS``, ``start_block`` and ``end_block``. C++ finds the backends of ``inner`` in it,
+    for operators that move data. Those that add come back to the methods of the subclass
+    (``answer_reductions``). Of the methods of a later torch, those that no table above names are
+    refused, and its optional features are not supported. ``issued`` counts reductions of the
+    subclass itself, which resets ``lent`` after a backend was handed out.
     """
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
@@ -259,18 +261,6 @@ class WrappingProcessGroup(_Python):
         return backend_of(self.inner, device)
 
     get_backend = _get_backend
-
-    def start_block(self, device: torch.device) -> None:
-        raise NotImplementedError
-
-    def end_block(self) -> dist.Work | None:
-        raise NotImplementedError
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        self.start_block(device)
-
-    def _end_coalescing(self, _: torch.device) -> Any:
-        return self.end_block()
 
     def _groups(self) -> list[Any]:
         return [self.inner]

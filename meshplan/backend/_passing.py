@@ -85,7 +85,7 @@ class PassingProcessGroup(WrappingProcessGroup):
                 "collectives without the block, or pass it no device"
             ) from error
 
-    def end_block(self) -> dist.Work | None:
+    def end_block(self, _: torch.device) -> dist.Work | None:
         block, self._coalescing = self._coalescing, None
         return None if block is None else block.end()
 
