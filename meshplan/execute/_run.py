@@ -186,8 +186,9 @@ class BoundReduction:
                 call=audit,
             )
         # The size of a traced tensor may be a symbol: to compare it would add a guard to the graph.
-        sizes = (None, 0) if traced else (tensor.numel(), tensor.nbytes)
-        record(event, *sizes, seconds, audited=audits, groups=groups, written=written)
+        elements, nbytes = (None, 0) if traced else (tensor.numel(), tensor.nbytes)
+        observed: dict[str, Any] = {"groups": groups, "written": written}
+        record(event, elements, nbytes, seconds, audited=audits, **observed)
         if error is not None:
             # All ranks raise it: the audit has the same result on each.
             raise error
