@@ -27,8 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshplan._aborts import THIS_THREAD, Abort
-from meshplan._calls import GroupCalls
+from meshplan._calls import THIS_THREAD, Abort, GroupCalls
 from meshplan._observing import OBSERVING, carry_origin
 from meshplan._uncompiled import never_compiled
 from meshplan.errors import GroupStateError, SignatureMismatchError

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshplan._aborts import THIS_THREAD, check_aborted
-from meshplan._calls import NO_TICKET, take_named
+from meshplan._calls import NO_TICKET, THIS_THREAD, check_aborted, take_named
 from meshplan._dtypes import name_of
 from meshplan._observing import OBSERVING, Extent, Source, count_contract, within
 from meshplan._spans import span

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from meshplan._aborts import THIS_THREAD, check_aborted
-from meshplan._calls import NO_TICKET
+from meshplan._calls import NO_TICKET, THIS_THREAD, check_aborted
 from meshplan._torch import AsyncCollectiveTensor, TracingContext, get_proxy_mode
 from meshplan._torch import functional_operators as _ops
 from meshplan.errors import ContractTypeError

@@ -32,8 +32,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import DistNetworkError
 
-from meshplan._aborts import check_aborted
-from meshplan._calls import restarted_before
+from meshplan._calls import check_aborted, restarted_before
 from meshplan._torch import PrefixStore, Store, TCPStore
 from meshplan.errors import GroupAgreementError, GroupStateError, SignatureMismatchError
 from meshplan.record import Record, differences, ranks_text

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshplan._aborts import check_aborted
+from meshplan._calls import check_aborted
 from meshplan.kernel._communicator import (
     CallKey,
     Communicator,

@@ -125,11 +125,8 @@ class NcclModelProcessGroup(PythonProcessGroup):
         # torch gives the default group an empty list.
         self._ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
 
-    def describe(self) -> str:
-        return f"{_NAME} process group of ranks {self._ranks}: {ABOUT}"
-
     def __repr__(self) -> str:
-        return f"<{self.describe()}>"
+        return f"<{_NAME} process group of ranks {self._ranks}: {ABOUT}>"
 
     # torch runs what is not overridden here while it holds the GIL, and gloo's threads may need the
     # GIL to free a tensor: a deadlock. Called from Python, gloo's own methods release it. Where a

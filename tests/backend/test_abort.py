@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import meshplan
 import meshplan.backend
-from meshplan._aborts import THIS_THREAD, Abort
+from meshplan._calls import THIS_THREAD, Abort
 from meshplan.backend._group import MeshplanProcessGroup
 from meshplan.execute import _wire
 from meshplan.execute._gloo import GlooWire
