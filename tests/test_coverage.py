@@ -514,7 +514,7 @@ class TestText(TestCase):
             ("outside", "all_reduce sum over nccl", "bfloat16", 2, "job/loss.py:7 mean"),
         ):
             for _ in range(2):
-                step.add(_coverage.CoverageRow(*row), 3 << 20, 0.25)  # type: ignore[arg-type]
+                step.add(_coverage.CoverageRow(*row), 3 << 20, 0.25, None)  # type: ignore[arg-type]
         found = Coverage(strict=False, on_step=None, keep=1)
         found._ended.append(step)
         self.assertExpectedInline(
@@ -531,9 +531,8 @@ def test_rows_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_coverage, "MAX_ROWS", 3)
     step = _coverage.CoverageStep(1)
     for line in (1, 2, 3, 4, 5, 1):
-        step.add(
-            _coverage.CoverageRow("outside", "all_reduce", "float32", 2, f"job.py:{line}"), 4, 0.0
-        )
+        row = _coverage.CoverageRow("outside", "all_reduce", "float32", 2, f"job.py:{line}")
+        step.add(row, 4, 0.0, None)
     assert [row["count"] for row in step.rows] == [2, 1, 1]
     assert step.dropped == 2
     assert step.to_scalars()["meshplan/outside/count"] == 6
