@@ -224,7 +224,7 @@ _SETTER = re.compile(
     r"|\b(?P<sum>[A-Za-z_]\w*+)[ \t]*+(?:[-+*/%]=|\+\+)"
 )
 _USE = re.compile(r"\$\{?([A-Za-z_]\w*)")
-# Variables that Slurm sets by options.
+# Set by Slurm.
 _SBATCH = re.compile(
     r"^#SBATCH[ \t]+--?(nodes|N|gpus-per-node|ntasks-per-node)"
     r"[= \t]++(?:[a-z]\w*:)?(\d{1,9})(?!\S)",
