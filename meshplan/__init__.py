@@ -37,11 +37,7 @@ if TYPE_CHECKING:
     from meshplan import testing as testing
     from meshplan import topology as topology
     from meshplan.backend import BackendOptions as BackendOptions
-    from meshplan.collectives import DETERMINISTIC_NCCL_ENV as DETERMINISTIC_NCCL_ENV
     from meshplan.collectives import clip_grad_norm_ as clip_grad_norm_
-    from meshplan.collectives import (
-        configure_deterministic_nccl_env as configure_deterministic_nccl_env,
-    )
     from meshplan.collectives import (
         deterministic_all_gather as deterministic_all_gather,
     )

@@ -10,9 +10,7 @@ import pytest
 from expecttest import TestCase
 
 from meshplan.collectives import (
-    DETERMINISTIC_NCCL_ENV,
     NCCL_PROFILES,
-    configure_deterministic_nccl_env,
     nccl_profile,
 )
 from meshplan.errors import PolicyError
@@ -34,51 +32,17 @@ def clean() -> Iterator[None]:
 
 
 def test_profiles_list_their_variables() -> None:
-    assert dict(DETERMINISTIC_NCCL_ENV) == {
+    assert NCCL_PROFILES["ring"].env == {
         "NCCL_ALGO": "Ring",
         "NCCL_PROTO": "Simple",
         "NCCL_MIN_NCHANNELS": "1",
         "NCCL_MAX_NCHANNELS": "1",
     }
     with pytest.raises(TypeError):
-        DETERMINISTIC_NCCL_ENV["NCCL_ALGO"] = "Tree"  # type: ignore[index]
-
-
-def test_variables_are_set_inside_the_block() -> None:
-    previous = configure_deterministic_nccl_env()
-    assert previous == dict.fromkeys(DETERMINISTIC_NCCL_ENV)
-    assert {key: os.environ[key] for key in DETERMINISTIC_NCCL_ENV} == dict(DETERMINISTIC_NCCL_ENV)
-    # A second call finds what it wants, and says nothing.
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert configure_deterministic_nccl_env() == dict(DETERMINISTIC_NCCL_ENV)
-
-
-def test_existing_values_are_preserved() -> None:
-    """No other test sees these variables."""
-    os.environ["NCCL_ALGO"] = "Tree"
-    with pytest.warns(RuntimeWarning):
-        previous = configure_deterministic_nccl_env()
-    assert previous["NCCL_ALGO"] == "Tree"
-    assert os.environ["NCCL_ALGO"] == "Tree"
-    assert os.environ["NCCL_PROTO"] == "Simple"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert configure_deterministic_nccl_env(overwrite=True)["NCCL_ALGO"] == "Tree"
-    assert os.environ["NCCL_ALGO"] == "Ring"
+        NCCL_PROFILES["ring"] = NCCL_PROFILES["tree"]  # type: ignore[index]
 
 
 class TestMessages(TestCase):
-    def test_conflicting_value_warns(self) -> None:
-        os.environ["NCCL_PROTO"] = "LL"
-        with pytest.warns(RuntimeWarning) as found:
-            configure_deterministic_nccl_env()
-        assert found[0].filename == __file__
-        self.assertExpectedInline(
-            str(found[0].message),
-            """NCCL_PROTO is 'LL' and is kept; expected 'Simple': unset it, or call configure_deterministic_nccl_env(overwrite=True)""",
-        )
-
     def test_unknown_profile_is_refused(self) -> None:
         with pytest.raises(PolicyError) as error, nccl_profile("fast"):
             pass
@@ -119,12 +83,11 @@ def test_late_profile_warns() -> None:
     def ranks(rank: int) -> list[tuple[str, str]]:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            configure_deterministic_nccl_env()
             with nccl_profile("tree"):
                 pass
         return [(one.category.__name__, os.path.basename(one.filename)) for one in found]
 
-    assert run_ranks(ranks, 1) == [[("RuntimeWarning", "test_nccl_profiles.py")] * 2]
+    assert run_ranks(ranks, 1) == [[("RuntimeWarning", "test_nccl_profiles.py")]]
 
 
 @pytest.mark.parametrize("name", list(NCCL_PROFILES))

@@ -150,38 +150,6 @@ _ALL = (
 NCCL_PROFILES: Mapping[str, NcclProfile] = MappingProxyType({one.name: one for one in _ALL})
 """All profiles by name, read-only."""
 
-DETERMINISTIC_NCCL_ENV: Mapping[str, str] = MappingProxyType(NCCL_PROFILES["ring"].env)
-"""Variables of the profile ``ring``."""
-
-
-def configure_deterministic_nccl_env(*, overwrite: bool = False) -> dict[str, str | None]:
-    """Set ``DETERMINISTIC_NCCL_ENV`` in this process, before ``init_process_group``.
-
-    Args:
-        overwrite: also where a variable has another value; else that is kept, with a warning.
-
-    Returns:
-        What each variable was before; ``None``: it was not set.
-
-    Warns:
-        RuntimeWarning: a variable has another value and is kept; or a process group exists already,
-            whose communicators may have read the environment.
-    """
-    _warn_if_late(stacklevel=3)
-    previous: dict[str, str | None] = {}
-    for key, value in DETERMINISTIC_NCCL_ENV.items():
-        found = previous[key] = os.environ.get(key)
-        if found is not None and found != value and not overwrite:
-            warnings.warn(
-                f"{key} is {found!r} and is kept; expected {value!r}: unset it, or call "
-                "configure_deterministic_nccl_env(overwrite=True)",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            continue
-        os.environ[key] = value
-    return previous
-
 
 @contextmanager
 def nccl_profile(name: str) -> Iterator[NcclProfile]:
@@ -203,7 +171,13 @@ def nccl_profile(name: str) -> Iterator[NcclProfile]:
         words = ", ".join(map(repr, NCCL_PROFILES))
         raise PolicyError(f"no NCCL profile {name!r}; write one of {words}")
     profile = NCCL_PROFILES[name]
-    _warn_if_late(stacklevel=4)
+    if dist.is_available() and dist.is_initialized():
+        warnings.warn(
+            "a process group exists already, and its communicators may have read the variables of "
+            "NCCL; set them before init_process_group",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     previous = {key: os.environ.get(key) for key in profile.env}
     os.environ.update(profile.env)
     shown = " ".join(f"{key}={value}" for key, value in profile.env.items())
@@ -216,13 +190,3 @@ def nccl_profile(name: str) -> Iterator[NcclProfile]:
                 os.environ.pop(key, None)
             else:
                 os.environ[key] = value
-
-
-def _warn_if_late(stacklevel: int) -> None:
-    if dist.is_available() and dist.is_initialized():
-        warnings.warn(
-            "a process group exists already, and its communicators may have read the variables of "
-            "NCCL; set them before init_process_group",
-            RuntimeWarning,
-            stacklevel=stacklevel,
-        )
