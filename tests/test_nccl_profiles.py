@@ -118,7 +118,7 @@ def test_nested_profiles_are_restored() -> None:
     with nccl_profile("ring"), nccl_profile("sglang"):
         assert os.environ["NCCL_MAX_NCHANNELS"] == "8"
         assert os.environ["NCCL_PROTO"] == "Simple"
-    assert not any(key in os.environ for key in DETERMINISTIC_NCCL_ENV)
+    assert not any(key in os.environ for key in NCCL_PROFILES["ring"].env)
 
 
 @pytest.mark.parametrize("name", list(NCCL_PROFILES))

@@ -116,7 +116,11 @@ class Config:
         return self.path if self.path in ("auto", *CONTRACT_PATHS) else "exchange"
 
     def sharing(self, device_type: str) -> Sharing:
-        """When groups share memory, if their ranks can."""
+        """When groups share memory, if their ranks can.
+
+        Args:
+            device_type: of the mesh: ``cpu``, ``cuda``.
+        """
         return sharing_of(self.path, device_type)
 
     def _record(self) -> Record:

@@ -229,6 +229,7 @@ def repair_replicas(
     Raises:
         ReplicaDivergenceError: there is no majority and no ``source``; steps or Python numbers
             of optimizers differ; or weights never were equal, as those of experts.
+        ReplicaInputError: ``model`` is not a module.
         PolicyError: ``source`` is not a rank of the mesh.
         CollectiveError: ranks left while it copied. Others: as for a check.
     """
@@ -366,8 +367,10 @@ class ReplicaCheck:
         return self.last
 
     def hook(self, *_: object) -> None:
-        """As ``check()``; for ``torch.optim.Optimizer.register_step_post_hook``, whose arguments it
-        ignores.
+        """As ``check()``; for ``torch.optim.Optimizer.register_step_post_hook``.
+
+        Args:
+            *_: the optimizer's arguments, not used.
         """
         self()
 
