@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 
-def make_lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def make_lazy(
+    package: str,
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """``__getattr__``, ``__dir__`` and ``__all__`` of a package, from the source of its file.
 
     The imports ``from module import name as name`` are the table of its names. Type checkers read

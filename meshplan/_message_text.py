@@ -19,7 +19,12 @@ def format_first(items: Sequence[object], most: int = 8) -> str:
     return ", ".join(map(str, items[:most])) + (", ..." if len(items) > most else "")
 
 
-def find_near(word: str, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
+def find_near(
+    word: str,
+    known: Iterable[str],
+    most: int = 1,
+    cutoff: float = 0.6,
+) -> list[str]:
     import difflib  # only messages of errors need it
 
     return difflib.get_close_matches(

@@ -78,7 +78,12 @@ def find_origin() -> Origin | None:
 
 
 def count_contract(
-    what: str, dtype: str, ranks: int, nbytes: int, seconds: float, source: Source
+    what: str,
+    dtype: str,
+    ranks: int,
+    nbytes: int,
+    seconds: float,
+    source: Source,
 ) -> None:
     if _THREAD.extent != "counted" and (origin := find_origin()) is not None:
         origin.count(what, dtype, ranks, nbytes, seconds, source=source)

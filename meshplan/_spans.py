@@ -6,7 +6,12 @@ initialised. Otherwise it is next to nothing.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import (
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from typing import TYPE_CHECKING
 
 import torch

@@ -171,7 +171,11 @@ def is_exact(op: str, dtype: str) -> bool:
     return op in ("max", "min") or dtype in INTEGERS
 
 
-def check_dtype(op: str, dtype: torch.dtype | str, contract: Contract | None = None) -> None:
+def check_dtype(
+    op: str,
+    dtype: torch.dtype | str,
+    contract: Contract | None = None,
+) -> None:
     """Refuse what the contract does not define, before anything is sent."""
     if op not in OPS:
         raise ContractError(f"no reduction {op!r} in the contract; use one of {', '.join(OPS)}")

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 _SOURCES = ("csrc", "meshplan", "tools")
 _FILES = ("*.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
-_LIBRARIES = ("torch", "networkx", "numpy", "yaml", "spmd_types", "typing_extensions")
+_LIBRARIES = ("torch", "networkx", "numpy", "yaml", "rich", "spmd_types", "typing_extensions")
 _TORCHRUN = '#!/bin/sh\nexec "$(dirname "$0")/python" -m torch.distributed.run "$@"\n'
 
 

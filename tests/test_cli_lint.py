@@ -620,8 +620,8 @@ meshplan: MP402: --live reads the placement from the ranks; leave out the placem
 meshplan: MP402: --timeout needs --live; add it, or leave out --timeout
 meshplan: MP402: --ranks needs exactly one --mesh, got 2
 meshplan: only meshplan lint takes arguments after --, got 'y'; see meshplan --help
-meshplan: argument verb: use compare, diagnose, doctor, links, lint, plan, rule, run, simulate, topo or completion, got 'nonsense'; see meshplan --help
-meshplan: pass a verb: compare, diagnose, doctor, links, lint, plan, rule, run, simulate, topo or completion; see meshplan --help
+meshplan: argument verb: use compare, diagnose, doctor, links, lint, plan, rule, run, simulate or topo, got 'nonsense'; see meshplan --help
+meshplan: pass a verb: compare, diagnose, doctor, links, lint, plan, rule, run, simulate or topo; see meshplan --help
 meshplan: MP402: fsdp=5: no such file; pass all axes after --mesh, with commas: --mesh ddp=8,fsdp=5
 """,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
 import unicodedata
 from pathlib import Path
 from xml.etree import ElementTree
@@ -292,15 +291,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_without_rich_there_are_no_colors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert not wants_color(Terminal(), {})
-    assert render(PLAIN, "text", color=True) == render(PLAIN, "text")
-
-
 @pytest.mark.parametrize("report", [PLAIN, EMPTY, HOSTILE])
 def test_colors_change_no_text(report: LintReport) -> None:
-    pytest.importorskip("rich")
     colored = render(report, "text", color=True)
     assert "\x1b[1m" in colored
     assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == render(report, "text").expandtabs()
@@ -308,7 +300,6 @@ def test_colors_change_no_text(report: LintReport) -> None:
 
 
 def test_colors_need_a_terminal_and_no_no_color() -> None:
-    pytest.importorskip("rich")
     assert wants_color(Terminal(), {})
     assert wants_color(Terminal(), {"NO_COLOR": ""})
     assert not wants_color(Terminal(), {"NO_COLOR": "1"})

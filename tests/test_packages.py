@@ -72,7 +72,7 @@ def test_packages_build_without_a_compiler(tmp_path: Path) -> None:
     assert licence == (ROOT / "LICENSE").read_bytes()
     # What the linter needs, and nothing else, unless an extra such as torch is requested.
     needed = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", about, re.M)
-    assert needed == ["networkx", "numpy", "pyyaml"]
+    assert needed == ["networkx", "numpy", "pyyaml", "rich"]
     assert re.findall(r"^Requires-Dist: (torch.*)$", about, re.M) == [
         'torch>=2.11; extra == "torch"'
     ]

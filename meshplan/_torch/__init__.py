@@ -13,7 +13,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meshplan._torch._entry import TESTED_TORCH, find_moved, is_absent, refuse_moved, tested_range
+from meshplan._torch._entry import (
+    TESTED_TORCH,
+    find_moved,
+    is_absent,
+    refuse_moved,
+    tested_range,
+)
 from meshplan._torch._names import NAMES, TESTING_NAMES
 
 if TYPE_CHECKING:

@@ -22,7 +22,13 @@ from meshplan._torch.process_group import (
     start_coalescing,
 )
 from meshplan._uncompiled import never_compiled
-from meshplan.collectives._lanes import SideStream, StreamWork, Work, run_in_mode, stopping
+from meshplan.collectives._lanes import (
+    SideStream,
+    StreamWork,
+    Work,
+    run_in_mode,
+    stopping,
+)
 from meshplan.errors import BackendError
 from meshplan.flatten._create import hidden_device
 

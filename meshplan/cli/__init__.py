@@ -26,7 +26,6 @@ _VERBS = (
     "run",
     "simulate",
     "topo",
-    "completion",
 )
 DASHES = "\0--"
 """Stands for ``--`` among the words of a script: argparse would remove it."""

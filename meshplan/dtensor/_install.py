@@ -37,7 +37,12 @@ from meshplan._variables import check_variables
 from meshplan.contract import Contract
 from meshplan.dtensor import _partial
 from meshplan.dtensor._config import Config, PolicyChoice
-from meshplan.dtensor._graphs import begin_epoch, forget_graphs, remove_tag, set_tag
+from meshplan.dtensor._graphs import (
+    begin_epoch,
+    forget_graphs,
+    remove_tag,
+    set_tag,
+)
 from meshplan.dtensor._guards import follow_world
 from meshplan.dtensor._partial import THREAD
 from meshplan.dtensor._routes import gather_topology
@@ -50,7 +55,11 @@ from meshplan.dtensor._seam import (
     current_key,
     planned_transform_infos,
 )
-from meshplan.errors import FallbackRefusedError, InstallError, UnsupportedTorchError
+from meshplan.errors import (
+    FallbackRefusedError,
+    InstallError,
+    UnsupportedTorchError,
+)
 from meshplan.execute import PathChoice, select_path
 from meshplan.flatten import Block, Group, registry
 from meshplan.layout import Layout

@@ -13,12 +13,21 @@ from functools import partial
 
 from meshplan._torch import Store
 from meshplan.errors import TopologyError, TopologyInputError
-from meshplan.flatten._agree import AnsweringStore, Members, open_round, vote
+from meshplan.flatten._agree import (
+    AnsweringStore,
+    Members,
+    open_round,
+    vote,
+)
 from meshplan.flatten._join import refusal
 from meshplan.record import Record
 from meshplan.topology._locate import RankLocation, locate_rank
 from meshplan.topology._merge_locations import merge_locations
-from meshplan.topology._model import Cluster, pack_cluster, unpack_cluster
+from meshplan.topology._model import (
+    Cluster,
+    pack_cluster,
+    unpack_cluster,
+)
 
 # No compressed answer begins with it.
 _FAILED = "failed: "

@@ -38,7 +38,9 @@ def read_distinct(
     return tuple(_read(item, direct, roots) for item in list_distinct(distinct))
 
 
-def list_distinct(distinct: Iterable[DistinctAxis] | DistinctAxis) -> list[DistinctAxis]:
+def list_distinct(
+    distinct: Iterable[DistinctAxis] | DistinctAxis,
+) -> list[DistinctAxis]:
     """The declarations, not checked yet; one may stand without a list."""
     items: Any = distinct
     return list(items) if isinstance(items, Iterable) and not isinstance(items, str) else [items]

@@ -21,8 +21,18 @@ from torch.distributed import ProcessGroup
 
 from meshplan._calls import THIS_THREAD
 from meshplan._torch import Store, default_group
-from meshplan.flatten._agree import AnsweringStore, Members, process_stat, roll_call
-from meshplan.flatten._create import default_timeout, is_across_jobs, rank_in, store_of
+from meshplan.flatten._agree import (
+    AnsweringStore,
+    Members,
+    process_stat,
+    roll_call,
+)
+from meshplan.flatten._create import (
+    default_timeout,
+    is_across_jobs,
+    rank_in,
+    store_of,
+)
 from meshplan.flatten._threads import is_forked
 from meshplan.kernel import host
 

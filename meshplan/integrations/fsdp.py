@@ -153,7 +153,9 @@ def _check_replicas(name: str, module: nn.Module) -> bool:
     return found
 
 
-def own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def own_parameters(
+    module: nn.Module,
+) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Parameters that FSDP holds with the module, not with those inside it, and where."""
     for name, parameter in module.named_parameters(recurse=False):
         yield module, name, parameter

@@ -28,7 +28,14 @@ from meshplan.errors import (
     SignatureMismatchError,
 )
 from meshplan.kernel._library import DTYPES, OPS, Outcome, PeerCall, Signature
-from meshplan.record import CALL_WORD, WORDS, differences, pack_words, ranks_text, read_words
+from meshplan.record import (
+    CALL_WORD,
+    WORDS,
+    differences,
+    pack_words,
+    ranks_text,
+    read_words,
+)
 
 PeerMode = Literal["one_shot", "two_shot"]
 """How ranks reduce in each other's memory: each reduces everything, or a part, and then the

@@ -47,7 +47,12 @@ _COPIED_BYTES = 4 << 20
 # In plain torch, on a CPU and elsewhere; temporary tensors are at most five times as large.
 _CPU_PIECE_BYTES = 1 << 20
 _PIECE_BYTES = 8 << 20
-_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_OF_SIZE = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}
 
 
 def digest_table(tensors: Sequence[Tensor]) -> Tensor:

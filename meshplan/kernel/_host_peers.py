@@ -24,7 +24,13 @@ from meshplan.kernel._communicator import (
     nanoseconds,
     prepare_call,
 )
-from meshplan.kernel._library import MAX_PEERS, Outcome, PeerCall, Peers, library
+from meshplan.kernel._library import (
+    MAX_PEERS,
+    Outcome,
+    PeerCall,
+    Peers,
+    library,
+)
 from meshplan.record import CALL_WORD
 
 # Memory that the processes of one host share, without a name that could be left behind.

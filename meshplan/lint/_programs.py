@@ -142,7 +142,10 @@ _MODULES: tuple[Program, ...] = (
     "colossalai",
     "horovod",
 )
-_WORD = re.compile(r"(?<![a-z0-9_])(megatron|vllm|sglang|deepspeed|horovodrun)(?![a-z0-9])", re.I)
+_WORD = re.compile(
+    r"(?<![a-z0-9_])(megatron|vllm|sglang|deepspeed|horovodrun)(?![a-z0-9])",
+    re.I,
+)
 
 
 def is_reached(program: Program) -> bool:

@@ -50,7 +50,11 @@ def parse_mesh(text: str, ranks: object = None) -> Layout:
     return make_layout(list(axes.values()), list(axes), ranks)
 
 
-def make_layout(sizes: Sequence[int], names: Sequence[str] | None, ranks: object = None) -> Layout:
+def make_layout(
+    sizes: Sequence[int],
+    names: Sequence[str] | None,
+    ranks: object = None,
+) -> Layout:
     """A layout from unchecked sizes, names and ranks of an input. Raises LayoutError."""
     if len(sizes) > MAX_AXES:
         raise LayoutError(
@@ -74,7 +78,9 @@ def make_layout(sizes: Sequence[int], names: Sequence[str] | None, ranks: object
     return Layout(tuple(sizes), named, flat)
 
 
-def flatten_ranks(ranks: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def flatten_ranks(
+    ranks: object,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and flat content of nested lists of ranks. Raises LayoutError for other lists."""
     shape: list[int] = []
     level: list[object] = [ranks]

@@ -9,7 +9,12 @@ from functools import lru_cache
 import numpy as np
 
 from meshplan.layout import Integers, Layout
-from meshplan.planner._path_costs import Cost, PeerCounts, Reach, ReductionStrategy
+from meshplan.planner._path_costs import (
+    Cost,
+    PeerCounts,
+    Reach,
+    ReductionStrategy,
+)
 from meshplan.topology import Topology
 
 MAX_LAYOUTS = 64

@@ -88,7 +88,9 @@ def _plan_ordered(problem: Problem, changed: Sequence[int], axes: tuple[int, ...
 
 
 def _plan_unordered(
-    problem: Problem, changed: Sequence[int], groups: Sequence[tuple[int, ...]]
+    problem: Problem,
+    changed: Sequence[int],
+    groups: Sequence[tuple[int, ...]],
 ) -> Plan:
     """The reductions only, in the places of torch's own; everything else falls through to torch."""
     steps: list[Step] = []
@@ -184,7 +186,12 @@ def _list_other_moves(problem: Problem, changed: Sequence[int]) -> list[Step]:
     ]
 
 
-def _make_reduction(problem: Problem, strategy: ReductionStrategy, *, native: bool = False) -> Step:
+def _make_reduction(
+    problem: Problem,
+    strategy: ReductionStrategy,
+    *,
+    native: bool = False,
+) -> Step:
     layout, wide = problem.layout, strategy.axes
     op, divisor = _find_operation(problem, wide)
     path: Path = "native" if native else "exchange" if problem.path == "auto" else problem.path

@@ -32,7 +32,9 @@ _ALIGN_BYTES = 16
 _MOST_CHANNELS = 64
 
 
-def nodes_of_group(node_of_member: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def nodes_of_group(
+    node_of_member: Sequence[int],
+) -> tuple[tuple[int, ...], ...]:
     """Group ranks of every node: nodes by their first group rank, ranks in a node ascending.
     ``LayoutError`` without members. Source: NCCL 2.30.7, src/init.cc (node numbering).
     """

@@ -36,7 +36,11 @@ from meshplan.replicas._tensors import NamedTensor
 from meshplan.run._ledger import format_ranks
 from meshplan.run._signals import suppress
 
-_WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+_WRAPPERS = (
+    "_fsdp_wrapped_module.",
+    "_orig_mod.",
+    "_checkpoint_wrapped_module.",
+)
 # All-reduces whose memory is remembered, before those of freed memory are forgotten.
 _REDUCED = 4096
 

@@ -136,7 +136,9 @@ def _key(row: dict[str, Any]) -> str:
     return repr([value for name, value in row.items() if name not in ("calls", "elements")])
 
 
-def _find_differing(hellos: Mapping[int, Any]) -> dict[str, dict[str, list[int]]]:
+def _find_differing(
+    hellos: Mapping[int, Any],
+) -> dict[str, dict[str, list[int]]]:
     """Setting -> value -> ranks."""
     settings = {rank: hello["settings"] for rank, hello in hellos.items()}
     found = {

@@ -81,7 +81,8 @@ def compose_yaml(text: str) -> list[Any]:
 
 
 def find_components(
-    members: Iterable[_Member], pairs: Iterable[tuple[_Member, _Member]]
+    members: Iterable[_Member],
+    pairs: Iterable[tuple[_Member, _Member]],
 ) -> tuple[tuple[_Member, ...], ...]:
     """Connected components: ``members`` joined by ``pairs``, in the order of ``Groups``."""
     parent = {member: member for member in members}

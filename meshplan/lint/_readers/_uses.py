@@ -15,7 +15,12 @@ from typing import Literal, NamedTuple
 from meshplan.errors import MeshplanError
 from meshplan.layout import Layout
 from meshplan.lint._readers._constants import Reader
-from meshplan.lint._readers._numbers import Edit, UnknownMesh, Whole, apply_edits
+from meshplan.lint._readers._numbers import (
+    Edit,
+    UnknownMesh,
+    Whole,
+    apply_edits,
+)
 from meshplan.lint._readers._values import (
     Arguments,
     Items,

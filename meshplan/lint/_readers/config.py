@@ -15,8 +15,18 @@ from meshplan.layout import Layout
 from meshplan.lint._finding import Source
 from meshplan.lint._job import Job, JobFile, add_source
 from meshplan.lint._readers._numbers import Edit, apply_edits
-from meshplan.lint._readers._toml import Entry, Path, find_entries, load
-from meshplan.lint._roles import Framework, Role, assume_roles, resolve_roles
+from meshplan.lint._readers._toml import (
+    Entry,
+    Path,
+    find_entries,
+    load,
+)
+from meshplan.lint._roles import (
+    Framework,
+    Role,
+    assume_roles,
+    resolve_roles,
+)
 from meshplan.lint._settings import (
     SETTINGS_KEYS,
     check_keys,
@@ -41,7 +51,10 @@ _MESH_KEYS = (
     "sequence-parallel",
 )
 _FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
-_OURS = re.compile(r"^[ \t]*(?:\[\[?[ \t]*tool[ \t]*\.[ \t]*meshplan|\[\[[ \t]*mesh)\b", re.M)
+_OURS = re.compile(
+    r"^[ \t]*(?:\[\[?[ \t]*tool[ \t]*\.[ \t]*meshplan|\[\[[ \t]*mesh)\b",
+    re.M,
+)
 # A mesh at the root, which ends with the first table.
 _ROOT_MESH = re.compile(r"^[ \t]*mesh[ \t]*=[ \t]*[\"'][^\"'\n]*=", re.M)
 _TABLE = re.compile(r"^[ \t]*\[", re.M)

@@ -27,8 +27,8 @@ FORMATS: tuple[str, ...] = tuple(_MODULES)
 
 def render(report: LintReport, output_format: str, *, color: bool = False) -> str:
     """A report in one of ``FORMATS``: nothing, or lines that all end in a newline. Scripts may rely
-    on ``json``, ``sarif`` and ``junit``; the others may change. ``color`` needs ``rich``, and
-    ``text``. Raises PolicyError for an unknown format.
+    on ``json``, ``sarif`` and ``junit``; the others may change. ``color`` is for ``text``
+    alone. Raises PolicyError for an unknown format.
     """
     if output_format not in FORMATS:
         raise PolicyError(

@@ -7,8 +7,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import PurePath
 from typing import TextIO
 
@@ -126,10 +124,10 @@ _STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 
 
 def wants_color(stream: TextIO, environment: Mapping[str, str]) -> bool:
-    """Whether a report should have colours: on a terminal, if ``rich`` is installed, and unless
-    ``NO_COLOR`` is set to something (https://no-color.org).
+    """Whether a report should have colours: on a terminal, unless ``NO_COLOR`` is set to something
+    (https://no-color.org).
     """
-    return stream.isatty() and not environment.get("NO_COLOR") and find_spec("rich") is not None
+    return stream.isatty() and not environment.get("NO_COLOR")
 
 
 def render_concise(report: LintReport) -> str:
@@ -155,15 +153,14 @@ def render_concise(report: LintReport) -> str:
 
 
 def render_text(report: LintReport, *, color: bool = False) -> str:
-    """The report; ``color`` has no effect unless ``rich`` is installed."""
     lines = list(_write_lines(report))
-    if not color or find_spec("rich") is None:
+    if not color:
         return "".join("".join(text for text, _ in line) + "\n" for line in lines)
-    # By name: the type checker must not need a package that is optional.
-    console = import_module("rich.console").Console
-    text = import_module("rich.text").Text
+    from rich.console import Console  # loaded only for colours
+    from rich.text import Text
+
     out = io.StringIO()
-    terminal = console(
+    terminal = Console(
         file=out,
         force_terminal=True,
         color_system="standard",
@@ -171,7 +168,7 @@ def render_text(report: LintReport, *, color: bool = False) -> str:
         highlight=False,
     )
     for line in lines:
-        terminal.print(text.assemble(*line), soft_wrap=True)
+        terminal.print(Text.assemble(*line), soft_wrap=True)
     return out.getvalue()
 
 

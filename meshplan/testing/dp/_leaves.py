@@ -283,7 +283,9 @@ def _check_loss(loss: Any) -> None:
 
 
 @contextmanager
-def _copy_aligned(displaced: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
+def _copy_aligned(
+    displaced: list[tuple[nn.Parameter, Tensor]],
+) -> Iterator[None]:
     """Inside, every parameter begins at the start of a line of memory: in another process it may be
     in the middle of a file or of a flat buffer, for which kernels may choose another algorithm.
     """

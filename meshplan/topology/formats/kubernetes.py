@@ -32,7 +32,10 @@ _CLIQUES = (
 _COUNT = "nvidia.com/gpu.count"
 _LIST = re.compile(r'"kind"\s{0,20}:\s{0,20}"(?:NodeList|Node|List)"')
 # YAML as kubectl writes it: keys of the list, or of its only item, are not indented.
-_YAML_LIST = re.compile(r"^kind:[ \t]{1,20}[\"']?(?:NodeList|Node|List)[\"']?[ \t]*$", re.M)
+_YAML_LIST = re.compile(
+    r"^kind:[ \t]{1,20}[\"']?(?:NodeList|Node|List)[\"']?[ \t]*$",
+    re.M,
+)
 _SHOWN = 64  # cliques in the notes before "... N more"
 _LARGEST = 4096  # GPUs of one host
 MAX_GPUS = 1 << 22
