@@ -250,7 +250,10 @@ def reduce_leaves(
 
 
 def combine_leaves(
-    leaves: Sequence[Tensor], op: Op, shape: Sequence[int], contract: Contract = Contract()
+    leaves: Sequence[Tensor],
+    op: Op,
+    shape: Sequence[int],
+    contract: Contract = Contract(),
 ) -> Tensor:
     """The first part of a reduction: one block of its leaves, for ``finish_partials``. A new
     contiguous tensor of ``partial_shape`` and of ``partial_dtype``, neither divided nor rounded for

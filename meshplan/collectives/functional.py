@@ -72,7 +72,11 @@ def _reduce_scatter(tensor: Tensor, dim: int, sizes: Sequence[int], *how: Any) -
 
 
 def _all_gather(
-    tensor: Tensor, dim: int, sizes: Sequence[int], group: str, *of_gradient: Any
+    tensor: Tensor,
+    dim: int,
+    sizes: Sequence[int],
+    group: str,
+    *of_gradient: Any,
 ) -> Tensor:
     found = resolve_group(group, len(sizes))
     with calls_of(found).take(tensor.device.type) as ticket:

@@ -13,5 +13,7 @@ from meshplan.dtensor._install import policy as policy
 from meshplan.dtensor._install import prepare as prepare
 from meshplan.dtensor._install import shutdown as shutdown
 from meshplan.dtensor._install import uninstall as uninstall
-from meshplan.dtensor._routes import discovered_cluster as discovered_cluster
+from meshplan.dtensor._routes import (
+    discovered_cluster as discovered_cluster,
+)
 from meshplan.dtensor._seam import current_config as current_config

@@ -101,7 +101,10 @@ def tensor_header(summand: Tensor, step: Step, path: str, is_complex: bool) -> H
 
 
 def gather_header(
-    dtype: torch.dtype, shape: Sequence[int], dim: int, lengths: tuple[int, ...]
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    dim: int,
+    lengths: tuple[int, ...],
 ) -> Header:
     # Of the result: shards may have different lengths, it has one shape on all ranks.
     whole = [*shape[:dim], sum(lengths), *shape[dim + 1 :]]

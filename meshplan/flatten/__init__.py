@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from meshplan._lazy_imports import make_lazy
 from meshplan.flatten._agree import first_use as first_use
 from meshplan.flatten._create import Sharing as Sharing
-from meshplan.flatten._create import default_timeout as default_timeout
+from meshplan.flatten._create import (
+    default_timeout as default_timeout,
+)
 from meshplan.flatten._create import is_across_jobs as is_across_jobs
 from meshplan.flatten._create import keep_store as keep_store
 from meshplan.flatten._create import rank_in as rank_in
@@ -23,7 +25,9 @@ from meshplan.flatten._join import Hosts as Hosts
 from meshplan.flatten._missing import RollCall as RollCall
 from meshplan.flatten._missing import find_missing as find_missing
 from meshplan.flatten._missing import format_failure as format_failure
-from meshplan.flatten._threads import is_worker_thread as is_worker_thread
+from meshplan.flatten._threads import (
+    is_worker_thread as is_worker_thread,
+)
 
 # The topology needs numpy, which a machine with a GPU may lack.
 if TYPE_CHECKING:

@@ -34,7 +34,11 @@ from torch.distributed import DistNetworkError
 
 from meshplan._calls import check_aborted, restarted_before
 from meshplan._torch import PrefixStore, Store, TCPStore
-from meshplan.errors import GroupAgreementError, GroupStateError, SignatureMismatchError
+from meshplan.errors import (
+    GroupAgreementError,
+    GroupStateError,
+    SignatureMismatchError,
+)
 from meshplan.record import Record, differences, ranks_text
 
 _FIRST_POLL_SECONDS = 0.0005

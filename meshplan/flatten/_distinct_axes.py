@@ -57,7 +57,11 @@ def ranks_along(
     return [along for along in ranks if len(along) > 1]
 
 
-def _read(item: object, direct: Sequence[DeviceMesh], roots: Sequence[DeviceMesh]) -> DistinctGroup:
+def _read(
+    item: object,
+    direct: Sequence[DeviceMesh],
+    roots: Sequence[DeviceMesh],
+) -> DistinctGroup:
     if isinstance(item, str):
         return _find_axis(item, direct, roots)
     if isinstance(item, ProcessGroup):
@@ -76,7 +80,9 @@ def _read(item: object, direct: Sequence[DeviceMesh], roots: Sequence[DeviceMesh
 
 
 def _find_axis(
-    name: str, direct: Sequence[DeviceMesh], roots: Sequence[DeviceMesh]
+    name: str,
+    direct: Sequence[DeviceMesh],
+    roots: Sequence[DeviceMesh],
 ) -> DistinctGroup:
     for meshes in (direct, roots):
         named = [mesh for mesh in meshes if name in (mesh.mesh_dim_names or ())]

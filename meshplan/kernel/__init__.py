@@ -12,10 +12,14 @@ from meshplan.kernel._communicator import Communicator as Communicator
 from meshplan.kernel._device_code import CompileError as CompileError
 from meshplan.kernel._device_code import Device as Device
 from meshplan.kernel._device_code import device_of as device_of
-from meshplan.kernel._device_peers import DeviceCommunicator as DeviceCommunicator
+from meshplan.kernel._device_peers import (
+    DeviceCommunicator as DeviceCommunicator,
+)
 from meshplan.kernel._device_peers import TimedPaths as TimedPaths
 from meshplan.kernel._device_peers import check as check
-from meshplan.kernel._device_peers import device_region_bytes as device_region_bytes
+from meshplan.kernel._device_peers import (
+    device_region_bytes as device_region_bytes,
+)
 from meshplan.kernel._device_peers import register_check as register_check
 from meshplan.kernel._device_peers import timed_paths as timed_paths
 from meshplan.kernel._digest import DIGEST_VERSION as DIGEST_VERSION

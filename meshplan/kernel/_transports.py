@@ -13,7 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from meshplan._torch import SymmetricMemory, symmetric_memory_rendezvous
+from meshplan._torch import (
+    SymmetricMemory,
+    symmetric_memory_rendezvous,
+)
 from meshplan.kernel._device_code import Device
 from meshplan.kernel._driver import DriverError
 

@@ -87,7 +87,10 @@ def _compare(
 
 
 def _list_forms(
-    algorithm: Algorithm, group: list[int], one: Communicator, ranks: dict[str, int]
+    algorithm: Algorithm,
+    group: list[int],
+    one: Communicator,
+    ranks: dict[str, int],
 ) -> dict[int, str]:
     """By channel, a text that is equal for siblings that add in the same order."""
     # Siblings have equal inputs at equal mesh coordinates, whatever their ranks in NCCL.

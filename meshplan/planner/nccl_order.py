@@ -167,7 +167,12 @@ def second_tree_node(num_nodes: int, node: int) -> int:
     return (node + 1) % num_nodes if num_nodes % 2 else num_nodes - 1 - node
 
 
-def tree_tree(node_of_member: Sequence[int], head: int = 0, *, second: bool = False) -> Tree:
+def tree_tree(
+    node_of_member: Sequence[int],
+    head: int = 0,
+    *,
+    second: bool = False,
+) -> Tree:
     """Association of the Tree algorithm in one channel, the same for every element of it.
 
     Inside a node the ranks form a chain, which starts at position ``head`` and wraps round. Nodes
@@ -230,7 +235,11 @@ def fold_nodes(
     return root
 
 
-def fold(tree: Tree, leaf: Callable[[int], _T], join: Callable[[_T, _T], _T]) -> _T:
+def fold(
+    tree: Tree,
+    leaf: Callable[[int], _T],
+    join: Callable[[_T, _T], _T],
+) -> _T:
     """Evaluate ``tree``: ``leaf`` on every rank, ``join(left, right)`` on every pair.
 
     Children come before their pair, left before right. No recursion.

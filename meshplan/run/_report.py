@@ -47,7 +47,10 @@ def read_settings() -> dict[str, Any]:
 
 
 def build(
-    ledger: Ledger, own: dict[str, Any], state: str, error: BaseException | None
+    ledger: Ledger,
+    own: dict[str, Any],
+    state: str,
+    error: BaseException | None,
 ) -> tuple[dict[str, Any], Judged]:
     """The report on what has been posted until now, and its findings; ``own`` is what rank 0 has
     observed itself.
