@@ -26,7 +26,7 @@ from meshplan.lint._reporters.text import escape_line
 from meshplan.run._ledger import format_ranks, group_by_value
 from meshplan.run._report import write_file
 
-MOST_LINES = 21
+MOST_LINES = 20
 """Lines of a verdict, however much the report has: it limits the rows of each kind to these."""
 # Each line has an indent.
 _MOST = {"rows": 2, "hazards": 2, "meshes": 2, "fixes": 3, "width": 188}
@@ -60,9 +60,11 @@ def format_verdict(report: Report, saved: str | None = None) -> str:
         *_describe_job(report),
         *_list_findings(report),
     ]
-    lines += [f"fix: {fix}" for fix in islice(_list_fixes(report), _MOST["fixes"])]
-    lines += _describe_certificate(report.get("certificate"))
-    lines += [f"report: {saved}"] if saved else []
+    last = list(_describe_certificate(report.get("certificate")))
+    last += [f"report: {saved}"] if saved else []
+    room = min(_MOST["fixes"], MOST_LINES - len(lines) - len(last))
+    lines += [f"fix: {fix}" for fix in islice(_list_fixes(report), room)]
+    lines += last
     text = [shorten(escape_line(line), _MOST["width"]) for line in lines]
     return "[meshplan] " + "\n  ".join(text) + "\n"
 
