@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -184,6 +184,8 @@ def expert_gradients(kind: str, ranks: int) -> list[list[Any] | None]:
     ],
 )
 def test_missing_gradient_is_a_leaf_of_zeros(kind: str, sizes: tuple[int, ...]) -> None:
+    if kind != "ddp" and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip("FSDP2 of this torch adds no zeros, and unused parameters are refused")
     zeros = torch.zeros(5, 3)
     wanted: list[list[Any] | None] = []
     for expert in range(6):

@@ -267,10 +267,13 @@ USES = (
     *(recomputed, stored, shared, begun_again, scaled, frozen, two_models),
     *(compiled, tied, by_tokens, skipped, by_method),
 )
+# Where FSDP2 does not, an unused parameter is refused in FSDP2.
+ADDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 # DDP counts on the gradients that it saw when it was constructed. Torch 2.11 does not reset FSDP2.
 WITHOUT = {
     "ddp": (frozen, by_method),
-    "fsdp": () if hasattr(FSDPModule, "reset_iter_state") else (begun_again,),
+    "fsdp": (begun_again,) * (not hasattr(FSDPModule, "reset_iter_state"))
+    + (skipped,) * (not ADDS_ZEROS),
 }
 
 
@@ -370,7 +373,10 @@ def test_micro_batches_that_reduce_different_gradients_are_refused(
         "reaches different calls; do the same in the same order in each, or shard a module that "
         "differs with its parent"
     )
-    assert run_ranks(run, ranks, backend="meshplan") == [text] * ranks
+    found = run_ranks(run, ranks, backend="meshplan")
+    if not ADDS_ZEROS and "use torch 2.13 or newer" in found[0]:
+        return  # refused before, for its unused parameter
+    assert found == [text] * ranks
 
 
 def test_torch_without_zeros_for_unused_parameters_refuses_them() -> None:

@@ -113,7 +113,8 @@ def checkpoint_results(rank: int) -> list[Any]:
 def test_selective_checkpoints_repeat_no_reduction() -> None:
     found = run_ranks(checkpoint_results, 2, backend="meshplan")
     assert found == run_ranks(checkpoint_results, 2, backend="gloo")
-    assert [ran for ran, _ in found] == [{False: 6}] * 2
+    # Torch 2.11 calls the policy for saved results, too.
+    assert [ran[False] for ran, _ in found] == [6] * 2
 
 
 def keep_order(rank: int) -> list[float]:

@@ -160,6 +160,10 @@ def compile_strictly(_: int) -> list[bool]:
         return [reduces(group, way) for group in (ours, gloo) for way in (False, True)]
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11."),
+    reason="its Dynamo passes no group of Python's to spmd_types",
+)
 def test_strict_mode_accepts_compiled_code_that_the_backend_reduces() -> None:
     warm_compiler()
     found = run_ranks(compile_strictly, 2, backend="meshplan")
