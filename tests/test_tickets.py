@@ -271,6 +271,7 @@ def test_asynchronous_calls_on_two_groups_need_no_common_order(door: str) -> Non
 MISTAKES: dict[str, Callable[[Door, Member, torch.Tensor], torch.Tensor]] = {
     "average of integers": lambda door, member, x: door.reduce(member, x.long(), "avg"),
     "elements that share memory": lambda door, member, x: door.reduce(member, x[:1].expand(8)),
+    "no elements": lambda door, member, x: door.reduce(member, x.to("meta")),
     "no tensor": lambda door, member, x: door.reduce(member, 5),  # type: ignore[arg-type]
     "two tensors": lambda door, member, x: member.group.allreduce([x, x]).result()[0],  # type: ignore[call-arg, arg-type]
 }
@@ -287,6 +288,7 @@ MISTAKES: dict[str, Callable[[Door, Member, torch.Tensor], torch.Tensor]] = {
         ("functions", "average of integers"),
         full("functions", "elements that share memory"),
         ("functions", "no tensor"),
+        *(("seam", "no elements"), ("functions", "no elements"), ("backend", "no elements")),
         ("backend", "elements that share memory"),
         ("backend", "two tensors"),
     ],

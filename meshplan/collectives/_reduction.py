@@ -93,9 +93,9 @@ def use_up_ticket(tensors: object, given: Mapping[str, Any]) -> None:
 
 
 def list_kinds(tensors: object, group: ProcessGroup) -> list[str]:
-    """The device types of a call. Without a tensor all: peers may have theirs on any of them."""
+    """The device types of a call. Without data all: peers may have theirs on any of them."""
     first = tensors[0] if isinstance(tensors, (list, tuple)) and tensors else tensors
-    if isinstance(first, Tensor):
+    if isinstance(first, Tensor) and not first.is_meta:
         return [first.device.type]
     return [device.type for device in device_types_of(group)]
 
@@ -150,10 +150,11 @@ def reduce_tensor(
     apart: bool = False,
     in_place: bool = False,
     shards: Shards | None = None,
+    written: Sequence[Tensor] = (),
 ) -> Tensor:
     """The reduction, or with ``shards`` this rank's, waited for, from checked arguments. ``apart``:
     on a second process group of the same ranks. ``in_place``: ``tensor`` may be written to and
-    returned. Raises as ``deterministic_all_reduce``.
+    returned. ``written``: of ``BoundReduction``. Raises as ``deterministic_all_reduce``.
     """
     if not request:
         kind = "all_reduce" if shards is None else "reduce_scatter"
@@ -163,7 +164,7 @@ def reduce_tensor(
         used = second_group(group, tensor) if apart else group
         return _reduce_by_backend(tensor, options, used, request, ticket, in_place, shards)
     bound, groups = bind(tensor, options, group, request, ticket, apart, shards)
-    return bound.run(tensor, groups, ticket.word)
+    return bound.run(tensor, groups, ticket.word, written=written)
 
 
 def bind(

@@ -184,10 +184,13 @@ class PlannedPartial(PartialHooks):
             return run_as_one(again, kind, op, shape, tensor.dtype, self._any_group)
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.wait()
-        check_data(tensor, "the local tensor")
         found = self._last
         if found is None or found.mesh() is not mesh or found.thread != get_ident():
             found = self._groups_of(mesh)
+        if tensor.is_meta:
+            # Peers reduce in this call, and must not pair it with this rank's next one.
+            found.calls.take(found.lane)
+            check_data(tensor, "the local tensor")
         traced = is_traced(tensor)
         if traced:
             # What torch traces takes its ticket when it runs; simulated ranks compare none.
