@@ -56,10 +56,10 @@ def test_differing_gradients_are_listed() -> None:
     many = {f"layer.{i}": numbers(float(i)) for i in range(11)}
     with pytest.raises(AssertionError) as caught:
         compare_gradients({name: value + 1 for name, value in many.items()}, many)
-    head, *lines, last = str(caught.value).splitlines()
+    head, *lines = str(caught.value).splitlines()
     assert head == "gradients of 11 of 11 parameters differ in their bits"
     listed = [line.split(":")[0].strip() for line in lines]
-    assert (listed, last) == (sorted(many)[:8], "  and 3 more")
+    assert listed == sorted(many)[:8]
     with pytest.raises(AssertionError, match="None mismatch"):
         compare_gradients(found, wanted, rtol=0.3)
     with pytest.raises(AssertionError) as caught:

@@ -15,9 +15,6 @@ from meshplan.testing._bitwise import (
 )
 from meshplan.testing._bitwise import bits as bits
 from meshplan.testing._bitwise import first_difference as first_difference
-from meshplan.testing._bitwise import (
-    replica_fingerprints as replica_fingerprints,
-)
 from meshplan.testing._reference import reference_reduce as reference_reduce
 from meshplan.testing._reference import (
     reference_reduce_tensors as reference_reduce_tensors,

@@ -95,27 +95,10 @@ def assert_bitwise_equal(actual: Tensor, expected: Tensor, what: str = "tensor")
         raise AssertionError(f"{what}: {difference}")
 
 
-def replica_fingerprints(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[str]:
-    """sha256 of dtype, shape and raw bytes of each rank's tensor, in the order of the group.
-
-    Every rank of ``group`` must call it. Only digests are sent.
-
-    Args:
-        tensor: this rank's, on any device and of any strides; hashed on the CPU.
-        group: ``None``: all ranks.
-
-    Returns:
-        Hexadecimal digests, the same list on every rank.
-
-    Raises:
-        GroupStateError: no process group is initialised, or this rank is not in ``group``.
-    """
-    found: list[str] = RankGroup(group).gather_records(digest(tensor))
-    return found
-
-
 def assert_replicas_equal(
-    tensor: Tensor, group: dist.ProcessGroup | None = None, what: str = "tensor"
+    tensor: Tensor,
+    group: dist.ProcessGroup | None = None,
+    what: str = "tensor",
 ) -> None:
     """Assert that ``tensor`` has the same dtype, shape and bits on all ranks of ``group``.
 
@@ -129,7 +112,7 @@ def assert_replicas_equal(
     Raises:
         AssertionError: the same on every rank, with the global ranks by equal bits, e.g.
             ``3 different replicas: ranks 0-4,6 | 5 | 7``.
-        GroupStateError: as ``replica_fingerprints``.
+        GroupStateError: no process group is initialised, or this rank is not in ``group``.
     """
     classes: dict[str, list[int]] = {}
     ranks = RankGroup(group)
