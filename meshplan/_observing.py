@@ -20,10 +20,10 @@ requested in the backend's own order, one of which the contract does not define 
 
 
 class Source(NamedTuple):
-    """More about a reduction, for who observes a job."""
+    """More about a reduction, for observers of a job."""
 
     group: Any  # a process group, the groups of a step, or ranks
-    tensors: Sequence[Any] = ()  # that an all-reduce overwrites; of another backend also others
+    tensors: Sequence[Any] = ()  # that an all-reduce overwrites, or that another backend got
     contract: str | None = None
     described: str | None = None  # the group, in words
 

@@ -181,10 +181,10 @@ class VerdictTest(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(text.splitlines()[4] for text in lines),
             """\
-  sums: rank 1 has a wrong sum: all_reduce 2 of step 4 (avg of float32[64, 8] over ranks 0-1), element 7 is 0.25, its leaves add to 0.5
-  sums: ranks 1-2 have wrong sums: all_reduce 2 of step 4 (avg of float32[64, 8] over ranks 0-2), element 7 is 0.25, its leaves add to 0.5
+  sums: rank 1 has a wrong sum: 0.25 instead of 0.5 in element 7 of all_reduce 2 of step 4 (avg of float32[64, 8] over ranks 0-1)
+  sums: ranks 1-2 have wrong sums: 0.25 instead of 0.5 in element 7 of all_reduce 2 of step 4 (avg of float32[64, 8] over ranks 0-2)
   sums: no rank has the sum of the leaves of all_reduce 2 of step 4 (avg of float32[64, 8] over ranks 0-1)
-  sums: the results of all_reduce 2 of step 4 (avg of float32[64, 8] over ranks 0-1) differ; some of its leaves are gone: over the limit, or with their ranks
+  sums: the results of all_reduce 2 of step 4 (avg of float32[64, 8] over ranks 0-1) differ; a rank has ended, or has dropped its leaves; pass a higher --keep-leaves
   sums: the results of all_reduce 2 of step 4 (avg of float32[64, 8] over ranks 0-1) differ; leaves of more than 8 ranks are not added
   sums: rank 1 changed the gradient after its sum: each kept all_reduce of step 4 (5) has one result
   sums: the difference arose outside of reductions: each kept all_reduce of step 4 (5) has one result

@@ -187,14 +187,16 @@ class BoundTable:
         cuts: Sequence[Shards | None] = shards or [None] * len(outputs)
         for output, tensor, cut in zip(outputs, inputs, cuts, strict=True):
             value = operation.scale(tensor, options.contract)
+            written = [output] * (kind == "all_reduce")
             equal = cut is None or {*cut[1]} == {output.numel()}
             if equal and operation.factor is None and ranks > 1 and _can_repeat(tensor, output):
                 bound, groups = bind(value, how, group, request, ticket, shards=cut)
-                value = bound.run(value, groups, ticket.word)
+                value = bound.run(value, groups, ticket.word, written=written)
                 op = getattr(dist.ReduceOp, operation.name.upper())
                 self._keep((kind, op, tensor.dtype, output.shape), bound)
             elif ranks > 1:
-                value = reduce_tensor(value, how, group, ticket, request=request, shards=cut)
+                chosen: dict[str, Any] = {"request": request, "shards": cut, "written": written}
+                value = reduce_tensor(value, how, group, ticket, **chosen)
             if value is not output and output.numel():
                 output.copy_(rounded(value, output.dtype).view(output.shape))
 

@@ -81,7 +81,8 @@ class PassedWork(ReceivingWork):
 
 def mark_written(tensors: Iterable[Tensor]) -> None:
     """Raise the version of tensors, as operators that write do: autograd refuses an old value. Call
-    it when the reduction is issued: selective checkpointing keeps a result from then on.
+    it when the reduction is issued: selective checkpointing keeps a result from then on, and
+    refuses it if its version changes later, when another thread writes it.
     """
     increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 

@@ -223,7 +223,7 @@ class _Events:
     ) -> None:
         """Count one event, with the sizes of this rank's summand (``None``: unknown) and the host's
         seconds until the call returned. ``audited``: the call was compared with the reference.
-        ``groups``, ``written``: of ``Source``.
+        ``groups``, ``written``: group and tensors of ``Source``.
         """
         with self._lock:
             tally = self._tallies.get(event)

@@ -408,8 +408,9 @@ def _reduced(
         # Wait here: a later waiter could not name the reduction that has failed. A collective of
         # the backend itself stays asynchronous, as in torch.
         reduced = Outcome(_ops.wait_tensor(reduced.tensor), reduced.log)
-    if OBSERVING.keep is not None and path.in_contract and not traced:
-        OBSERVING.keep(step, groups, summand, _ops.wait_tensor(reduced.tensor))
+    if (keep := OBSERVING.keep) is not None and path.in_contract and not traced:
+        # To wait for a pending result here would let its caller's stream go on without it.
+        keep(step, groups, summand, None if reduced.pending else reduced.tensor)
     return reduced
 
 

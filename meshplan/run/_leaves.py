@@ -76,12 +76,14 @@ class Leaves:
             self._calls.append(call)
         return call
 
-    def keep(self, step: Step, groups: StepGroups, leaf: Tensor, result: Tensor) -> None:
+    def keep(self, step: Step, groups: StepGroups, leaf: Tensor, result: Tensor | None) -> None:
         """Copy what a reduction has read and written, on the thread and stream that ran it."""
-        ranks, nbytes = tuple(sorted(groups.members)), leaf.nbytes + result.nbytes
+        both = [leaf] if result is None else [leaf, result]
+        ranks, nbytes = tuple(sorted(groups.members)), sum(one.nbytes for one in both)
         # Blocks of ranks have groups of their own. Other ranks have no shard of a reduce-scatter.
         group = "" if groups.whole is None else groups.whole.group_name
         lost = _NO_ROOM if step.kind == "all_reduce" else step.kind
+        lost = lost if result is not None else "still under way on a GPU"
         with self._lock, torch.no_grad(), torch.inference_mode(False), disable_current_modes():
             call = self.add(ranks, lost, group)
             if lost != _NO_ROOM or not self.due or nbytes > self._limit or step.contract is None:
@@ -93,7 +95,7 @@ class Leaves:
             call.facts = {"op": step.op, "sizes": step.sizes, "divisor": step.divisor}
             call.facts |= {"dtype": name_of(leaf.dtype), "shape": list(leaf.shape)}
             call.facts |= {"contract": step.contract.id}
-            call.kept = tuple(flatten(one.detach().clone()) for one in (leaf, result))
+            call.kept = tuple(flatten(one.detach().clone()) for one in both)
             call.position, call.lost = groups.position, ""  # there was memory for both
             self._kept.append(call)
             self._held += nbytes
@@ -138,7 +140,7 @@ class Leaves:
                     "number": number,
                     "facts": call.facts,
                     "blocks": [format_words(one.tolist()) for one in words],
-                    "holds": gradient is not None and _holds(kept[1], gradient),
+                    "holds": None if gradient is None else _holds(kept[1], gradient),
                 }
             )
         return {"sums": sums, "lost": lost}
@@ -172,19 +174,21 @@ def find_wrong_sums(classes: Sequence[Sequence[int]], about: Message, record: Me
     asked = list(islice(turns, ASKED))
     answers = yield asked, about | {"what": "sums", "ranks": asked}
     found: dict[str, dict[int, Message]] = {}
-    lost, holds = Counter[str](), set[int]()
+    lost = Counter[str]()
     for rank, answer in zip(asked, answers, strict=True):
         for one in answer.get("sums", ()):
             found.setdefault(json.dumps([one["call"], one["facts"]]), {})[rank] = one
-            holds |= {rank} if one["holds"] else set()
         # All have counted the same calls.
         lost |= Counter(answer.get("lost", {}))
-    sums = [list(by.values()) for by in found.values() if _is_whole(by, asked)]
+    whole = [by for by in found.values() if _is_whole(by, asked)]
+    sums = [list(by.values()) for by in whole]
     record |= {"compared": len(sums), "not_kept": dict(lost), "wrong": [], "changed": []}
     differing = [some for some in sums if len({json.dumps(one["blocks"]) for one in some}) > 1]
     if not differing:
-        others = [members for members in classes if holds and holds.isdisjoint(members)]
-        record["changed"] = sorted(rank for members in others for rank in members)
+        # A rank that has lost its gradient or a result shows nothing.
+        holds = {rank: {by[rank]["holds"] for by in whole if rank in by} for rank in asked}
+        if not lost and any(True in seen for seen in holds.values()):
+            record["changed"] = sorted(rank for rank, seen in holds.items() if seen == {False})
         return
     first = differing[0][0]
     members, facts = first["call"][0], first["facts"]

@@ -374,7 +374,8 @@ def observe(settings: RunSettings) -> Observation:
             if not torch.compiler.is_compiling():
                 closure = args[1] if len(args) > 1 else kwargs.get("closure")
                 one.call(lambda one: observer(one, optimizer, closure))
-                one._coverage._check()
+                if os.getpid() == one._pid and one._exchange is not None:
+                    one._coverage._check()
 
         return observe_step
 

@@ -1,7 +1,7 @@
 """``--require bitwise``: the one option of a run that may stop a job.
 
-A rank stops by an error that its script sees, before a reduction outside the contract, and before
-any reduction or step under a setting that varies bits. Torch raises at operators of its list, in
+A rank stops by an error that its script sees, before a reduction outside the contract, and at any
+reduction or step under a setting that varies bits. Torch raises at operators of its list, in
 its deterministic mode. The rank posts the reason to rank 0, which passes it on: the other ranks
 stop at their next one. Each later reduction, step or forward of a stopped rank raises again.
 """

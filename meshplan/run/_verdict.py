@@ -169,14 +169,17 @@ def _describe_sums(step: int, sums: Report) -> str:
     what = f"all_reduce {call['number']} of step {step} ({call['op']} of {call['dtype']}"
     what += f"{call['shape']} over {format_ranks(call['ranks'])})"
     if "element" not in sums:
-        why = sums.get("failed", "some of its leaves are gone: over the limit, or with their ranks")
+        why = sums.get(
+            "failed",
+            "a rank has ended, or has dropped its leaves; pass a higher --keep-leaves",
+        )
         return f"the results of {what} differ; {why}"
     wrong, expected = sums["wrong"], sums["expected"]
     if len(wrong) == len(call["ranks"]):
         return f"no rank has the sum of the leaves of {what}"
     several = f"{format_ranks(wrong)} {'has a wrong sum' if len(wrong) == 1 else 'have wrong sums'}"
-    got = f"element {sums['element']} is {sums['got'][str(wrong[0])]}"
-    return f"{several}: {what}, {got}, its leaves add to {expected}"
+    got = f"{sums['got'][str(wrong[0])]} instead of {expected}"
+    return f"{several}: {got} in element {sums['element']} of {what}"
 
 
 def _describe_steps(steps: Report) -> str:

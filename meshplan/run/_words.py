@@ -134,16 +134,23 @@ def _multiply_keys(spans: Spans, device: torch.device) -> Tensor:
     return found
 
 
-@lru_cache(maxsize=64)
 def _keys_of(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
     """The keys of indices, each of a block of them and of a place in it: int64 [lanes, indices].
-    Few spans of a job differ: its tensors have rows and columns of some sizes.
+    Few short spans of a job differ. Keys of long ones would take as much memory as their tensor.
     """
+    make = _keep_keys if stop - start <= _COLUMNS else _make_keys
+    return make(dim, start, stop, device)
+
+
+def _make_keys(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
     first, last = start // _COLUMNS, -(-stop // _COLUMNS)
     blocks = _draw(2 * dim, first, last, device)
     places = _draw(2 * dim + 1, 0, _COLUMNS, device)
     keys = (blocks[:, :, None] * places[:, None, :]).view(LANES, -1)
     return keys[:, start - first * _COLUMNS : stop - first * _COLUMNS].contiguous()
+
+
+_keep_keys = lru_cache(maxsize=64)(_make_keys)
 
 
 @lru_cache(maxsize=512)
