@@ -1,5 +1,5 @@
-// The C interface of the library for CPUs: reductions. digest.cpp, integers.cpp and squares.cpp have
-// the functions of theirs.
+// The C interface of the library for CPUs: reductions. digest.cpp, integers.cpp and squares.cpp define
+// their own functions.
 #include <cstddef>
 #include <vector>
 

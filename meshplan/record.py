@@ -153,7 +153,9 @@ def _by_value(values: Mapping[str, Sequence[int]]) -> str:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """One or more ranks in words, the first 16 of them."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {format_first(ranks, 16)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_first(ranks, 16)}" + (
+        f" ({len(ranks)} ranks)" if len(ranks) > 16 else ""
+    )
 
 
 def pack_words(

@@ -1,5 +1,5 @@
 """Everything that runs as less than was asked for is a fallback in the report, and an error under
-``strict`` before anything of it is sent. A path or a gather: test_switches.py, test_peers.py,
+``strict`` before anything of it is sent. A path or a gather: test_shared_memory_paths.py, test_peers.py,
 test_shard_order.py."""
 
 from __future__ import annotations

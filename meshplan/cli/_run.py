@@ -68,7 +68,7 @@ _SETTINGS = ("report", "gradients", "strict", "html", "backend", "certify", "pro
 
 
 def run(given: argparse.Namespace) -> int:
-    """Run the script and return 0, or 3 with ``--strict``; its exceptions end the process."""
+    """Run the script; returns 0 or 3 (``--strict``, ``--require``). Its errors end the process."""
     # The command stands for the variable, which torch's entry point reads.
     os.environ.pop("MESHPLAN_RUN", None)
     try:

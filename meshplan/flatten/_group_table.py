@@ -104,7 +104,7 @@ class Group:
 
 
 def find_axis(group: ProcessGroup | None) -> str:
-    """Of the group of a mesh, which torch names by a number and describes by its axis."""
+    """The axis of the mesh that the group belongs to; empty if it is of no mesh."""
     desc = getattr(group, "group_desc", "")
     return desc.removeprefix("mesh_") if desc.startswith("mesh_") else ""
 

@@ -34,7 +34,9 @@ class ObservedSiblings:
 
 
 def compare_siblings(
-    layout: Layout, communicators: Sequence[Communicator], ranks: dict[str, int]
+    layout: Layout,
+    communicators: Sequence[Communicator],
+    ranks: dict[str, int],
 ) -> list[ObservedSiblings]:
     """The communicators of each set of axes that has several of 3 or more ranks in the log;
     ``ranks`` has the global rank of each process.
