@@ -186,6 +186,8 @@ def test_a_gradient_that_is_no_part_of_a_sum_is_named() -> None:
     flip(other, 3)
     assert ranks.find([[0], [1]], [gradient, other])["changed"] == [1]
     assert ranks.find([[0], [1]], [other, gradient])["changed"] == [0]
+    # A rank whose copy has gone shows nothing, nor does one that has lost a result.
+    assert ranks.find([[0], [1]], [gradient, None])["changed"] == []
     # The step has scaled both of them, or none.
     assert ranks.find([[0], [1]], [other, other])["changed"] == []
     assert ranks.find([[0], [1]], [gradient, gradient])["changed"] == []
@@ -193,6 +195,12 @@ def test_a_gradient_that_is_no_part_of_a_sum_is_named() -> None:
     assert ranks.find([[0], [1]], [whole[:3], other])["changed"] == []
     shifted = whole.view(torch.uint8)[2:-2].clone().view(torch.float32)
     assert ranks.find([[0], [1]], [shifted, other])["changed"] == []
+    ranks.reduce(100)
+    ranks.leaves[1].add((0, 1), "over the limit")
+    ranks.end(2)
+    for one in ranks.leaves:
+        one._kept[1].kept[1].copy_(whole)
+    assert ranks.find([[0], [1]], [gradient, other], 2)["changed"] == []
 
 
 def test_ranks_that_keep_nothing_leave_the_question_open() -> None:

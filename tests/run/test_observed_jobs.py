@@ -23,7 +23,15 @@ import meshplan
 from meshplan._bits import bytes_of
 from meshplan.run._observation import Observation
 from tests.processes import arrive, run_ranks, wait_for
-from tests.run.observing import flip, local_of, make_model, observe_ranks, observed, take_step
+from tests.run.observing import (
+    flip,
+    local_of,
+    make_model,
+    observe_ranks,
+    observed,
+    run_script,
+    take_step,
+)
 
 pytestmark = pytest.mark.processes
 STEPS = 6
@@ -156,6 +164,17 @@ def test_reductions_name_the_axis_of_their_group(backend: str) -> None:
         ("dp", True),
     ]
     assert all((row["contract"] is not None) == (row["kind"] == "contract") for row in rows)
+
+
+@pytest.mark.parametrize("job", ["experts", "fsdp1"])
+def test_plain_parameters_are_compared_over_the_backend(job: str) -> None:
+    """From the first step on, as over gloo."""
+    reports = [
+        observe_ranks(lambda *_: run_script(job), 4, "every=1", backend=backend)[1]
+        for backend in ("gloo", "meshplan")
+    ]
+    counts = [report["replicas"]["compared"] for report in reports]
+    assert 0 < counts[0] == counts[1]
 
 
 def test_report_that_cannot_be_written_does_not_cost_the_verdict(tmp_path: Path) -> None:
