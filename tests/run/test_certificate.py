@@ -249,6 +249,8 @@ def sharded(draw: Callable[[Any], Any]) -> tuple[Tensor, list[tuple[Any, Any]]]:
     numel = torch.Size(shape).numel()
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
     raw = torch.randint(0, 256, (numel * dtype.itemsize,), generator=generator)
+    if dtype is torch.bool:
+        raw &= 1  # copies do not keep other bytes
     whole = raw.to(torch.uint8).view(dtype).view(shape)
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     placements: list[Any] = [Replicate()] * len(sizes)
