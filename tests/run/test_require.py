@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -250,6 +251,27 @@ def test_setting_of_gpus_stops_jobs_on_gpus(name: str) -> None:
     (text,) = run_ranks(run, 1, init=False)
     assert text.startswith(f"MP707: --require bitwise: {name} is ")
     assert "; set torch.backends.cud" in text
+
+
+@pytest.mark.processes
+def test_forked_child_of_a_job_is_not_stopped() -> None:
+    def job(*_: Any) -> tuple[str, int]:
+        torch.use_deterministic_algorithms(False)
+        _, optimizer = make_model(ddp=False)
+        found = stopped(optimizer.step)
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                optimizer.step()
+                status = 0
+            finally:
+                os._exit(status)
+        return found, os.waitpid(child, 0)[1]
+
+    for text, status in observe_ranks(job, settings=REQUIRE)[0]:
+        assert "deterministic_algorithms is False" in text
+        assert status == 0
 
 
 @pytest.mark.parametrize(("error", "status"), [(None, 3), (ValueError(), 0)])
