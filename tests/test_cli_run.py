@@ -220,9 +220,11 @@ meshplan: MP402: /nowhere/run.json: cannot be written: No such file or directory
 """,
         )
 
-    def test_one_rank_reports_an_invalid_command(self) -> None:
+    def test_one_rank_of_a_host_reports_an_invalid_command(self) -> None:
         with mock.patch.dict(os.environ, {"RANK": "1"}):
             assert meshplan("run", "nothing.py") == (2, "", "")
+            os.environ["LOCAL_RANK"] = "0"
+            assert meshplan("run", "nothing.py")[2]
 
 
 BACKENDS = """

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
+import os
 from typing import Any
 
 from meshplan._needs_torch import import_with_torch
-from meshplan.cli._launch import run_links
-from meshplan.cli._options import add_texts, add_timeout, add_verb
+from meshplan.cli._options import (
+    add_texts,
+    add_timeout,
+    add_verb,
+    check_timeout,
+    require_launcher,
+)
 from meshplan.cli._output import complain, save, say, try_to_open
-from meshplan.errors import PolicyError
+from meshplan.errors import MeshplanError, PolicyError
 
 
 def add(verbs: Any) -> None:
     parser = add_verb(
         verbs,
         "links",
-        lambda given: run_links(given.timeout, partial(_measure, given)),
+        _run,
         "measure latencies and bandwidths between the ranks of a job",
         description="Run with torchrun on all ranks of an otherwise idle job. Times exchanges "
         "and recursive halving between the ranks of a domain, of a node and of several nodes, and "
@@ -42,17 +47,32 @@ def add(verbs: Any) -> None:
     add_texts(parser.add_argument_group("output"), ("--output-file", "FILE", what))
 
 
-def _measure(given: argparse.Namespace, is_first: bool) -> int:
-    if not 1 <= given.repeat <= 10_000:
-        raise PolicyError(f"--repeat: use an integer from 1 to 10000, got {given.repeat}")
-    if given.output_file is not None and is_first:
-        try_to_open(given.output_file)
-    links_run = import_with_torch("meshplan.cli._links_run", "meshplan links")
-    text, about = links_run.measure(given.backend, given.repeat, given.timeout)
-    if is_first:
-        if given.output_file is None:
-            say(text + "\n")
-        else:
-            save(given.output_file, text + "\n")
-        complain(about + "\n")
-    return 0
+def _run(given: argparse.Namespace) -> int:
+    # Only rank 0 reports an invalid command: the error is the same on all ranks.
+    rank = os.environ.get("RANK") or "0"
+    try:
+        require_launcher(
+            os.environ,
+            "meshplan links",
+            "links --output-file links.json",
+        )
+        check_timeout(given.timeout)
+        if not 1 <= given.repeat <= 10_000:
+            raise PolicyError(f"--repeat: use an integer from 1 to 10000, got {given.repeat}")
+        if given.output_file is not None and rank == "0":
+            try_to_open(given.output_file)
+        links_run = import_with_torch("meshplan.cli._links_run", "meshplan links")
+        text, about = links_run.measure(given.backend, given.repeat, given.timeout)
+        if rank == "0":
+            if given.output_file is None:
+                say(text + "\n")
+            else:
+                save(given.output_file, text + "\n")
+            complain(about + "\n")
+        return 0
+    except PolicyError as error:
+        if rank == "0":
+            complain(f"meshplan: {error}\n")
+    except (MeshplanError, RuntimeError, ValueError, OSError) as error:
+        complain(f"meshplan: rank {rank[:10]}: {' '.join(str(error).split())[:1000]}\n")
+    return 2

@@ -15,7 +15,6 @@ from typing import Any, TextIO
 
 from meshplan._message_text import suggest
 from meshplan._needs_torch import import_with_torch
-from meshplan.cli._launch import check_timeout
 from meshplan.cli._lint_input import (
     FileReader,
     LintRequest,
@@ -24,6 +23,7 @@ from meshplan.cli._lint_input import (
     read_request,
 )
 from meshplan.cli._options import (
+    check_timeout,
     find_cluster,
     list_placement_options,
     read_inputs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +87,26 @@ def add_timeout(parser: Any, default: float | None = 300.0) -> None:
         metavar="S",
         help="seconds to wait for the other ranks (default: 300)",
     )
+
+
+def require_launcher(
+    environ: Mapping[str, str],
+    what: str,
+    example: str,
+    error: type[MeshplanError] = PolicyError,
+) -> None:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if not environ.get(name)]
+    if missing:
+        raise error(
+            f"{what} runs on all ranks of a job at once, and {', '.join(missing)} is not set; "
+            f"use torchrun --nproc-per-node 8 -m meshplan {example}"
+        )
+
+
+def check_timeout(timeout: float) -> None:
+    if not 0 < timeout < 1e6:
+        raise PolicyError(f"--timeout: use a positive number of seconds, got {timeout:g}")
 
 
 def add_placement(parser: argparse.ArgumentParser) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -45,12 +46,16 @@ def try_to_open(name: str) -> None:
     """Check before a long computation that a file can be written. Its content stays."""
     try:
         path = Path(name)
-        is_new = not path.exists()
-        # Not a pipe: closing it would end the input of its reader.
-        if is_new or path.is_file() or path.is_dir():
-            path.open("ab").close()
-        if is_new:
-            path.unlink()
+        try:
+            mode = path.stat().st_mode
+            # Not a pipe: closing it would end the input of its reader.
+            if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+                path.open("ab").close()
+        except FileNotFoundError:
+            # Not under its name: ranks check at once, and would remove the file of each other.
+            beside = path.parent / f".meshplan-{os.getpid()}"
+            beside.open("ab").close()
+            beside.unlink(missing_ok=True)
     except (OSError, ValueError) as error:
         raise _make_error(name, error) from error
 

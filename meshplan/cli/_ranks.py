@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from meshplan._torch import Store
-from meshplan.cli._launch import require_launcher
+from meshplan.cli._options import require_launcher
 from meshplan.errors import GroupError, GroupStateError, TopologyError
 from meshplan.flatten import discover
 from meshplan.flatten._agree import AnsweringStore

@@ -81,8 +81,9 @@ def run(given: argparse.Namespace) -> int:
         settings = import_with_torch("meshplan.run", "meshplan run").RunSettings(**chosen)
         job = import_with_torch("meshplan.run._job", "meshplan run").ObservedJob(settings)
     except MeshplanError as error:
-        # The error is the same on all ranks.
-        return refuse(error) if os.environ.get("RANK", "0") == "0" else 2
+        # Once for each host, whose files may be others.
+        rank = os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or "0"
+        return refuse(error) if rank == "0" else 2
     # The parser would have removed --, which is a word of the script.
     arguments = [word.removeprefix("\0") for word in given.arguments]
     try:
