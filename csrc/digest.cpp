@@ -68,7 +68,6 @@ void add_block(const u8* data, i64 block, u64* sums) {
 }
 
 #if defined(__x86_64__)
-
 #define MP_AVX2 __attribute__((target("avx2")))
 
 struct Vector {
@@ -92,7 +91,7 @@ MP_AVX2 inline void add_streams(const u8* data, i64 block, i64 apart, u64* sums)
   for (i32 word = 0; word < kWords; word += 8) {
     for (i32 lane = 0; lane < kLanes; ++lane) {
       const __m256i key = _mm256_load_si256(reinterpret_cast<const __m256i*>(&kKeys.of[lane][word]));
-      _Pragma("GCC unroll 4") for (i32 s = 0; s < kStreams; ++s) {
+      _Pragma("GCC unroll 3") for (i32 s = 0; s < kStreams; ++s) {
         const u8* from = data + s * apart * kBlockBytes + 4 * word;
         const __m256i pairs =
             _mm256_add_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), key);
@@ -106,9 +105,10 @@ MP_AVX2 inline void add_streams(const u8* data, i64 block, i64 apart, u64* sums)
   }
 }
 
-// A processor fetches ahead inside a page of memory: several streams are read faster than one.
+// A processor fetches ahead inside a page of memory: several streams are read faster than one. On an
+// AMD EPYC four took 1.2 times the time of a read, and three 1.1.
 MP_AVX2 void add_blocks_avx2(const u8* data, i64 blocks, i64 first, u64* sums) {
-  constexpr i64 kStreams = 4, kApart = 64;
+  constexpr i64 kStreams = 3, kApart = 256;
   i64 done = 0;
   for (; done + kStreams * kApart <= blocks; done += kStreams * kApart) {
     for (i64 b = done; b < done + kApart; ++b) {
