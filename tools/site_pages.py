@@ -124,9 +124,8 @@ def on_files(files: Files, config: Any) -> Files:
             text = text.replace("`make docs-serve` shows the chart here.", _CHART)
             text = text.replace("`make docs-serve` shows the table here.", site_cost.make_table())
         if place.startswith("api/"):
-            text = re.sub(r"^## `(meshplan\.[\w.]+)`$", r"::: \1\n\n**Example:**", text, flags=re.M)
-        existing = files.get_file_from_path(place)
-        if existing is not None:
+            text = re.sub(r"^## `(meshplan\.[\w.]+)`$", r"::: \1", text, flags=re.M)
+        if existing := files.get_file_from_path(place):
             files.remove(existing)
         files.append(File.generated(config, place, content=text))
     return files
