@@ -42,7 +42,6 @@ READ_BY = {
         "docs/howto/lint-in-ci.md",
         "json",
     ): "tests/test_action.py::test_problem_matcher_reads_real_output",
-    ("docs/lint.md", "bash"): "tests/test_diagnose.py",
     ("docs/run.md", "bash"): "tests/test_run_jobs.py",
     ("docs/howto/reproduce.md", "bash"): "tests/test_run_jobs.py",
     ("docs/release.md", "bash"): "tests/test_documents.py",
