@@ -175,9 +175,9 @@ def test_fault_of_the_observation_does_not_fail_the_job(observe: Any, capsys: An
     assert capsys.readouterr().err.splitlines() == [
         "[meshplan] no verdict: KeyError: 'replicas'",
         "[meshplan] no verdict: OSError: no space",
-        "[meshplan] no verdict: this process created no process group; use torchrun "
+        "[meshplan] no verdict: no process group was created; see any error, use torchrun "
         "--nproc-per-node 8 -m meshplan run train.py, or set MESHPLAN_RUN if the script starts "
-        "its ranks",
+        "ranks",
     ]
 
 

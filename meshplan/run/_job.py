@@ -1,4 +1,4 @@
-"""One observed process from its start to its verdict, for the command and for ``MESHPLAN_RUN``."""
+"""One observed process from its start to its verdict, for the command and ``MESHPLAN_RUN``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from meshplan.run._observation import observe
 from meshplan.run._verdict import Report, find_status, format_verdict, write_verdict
 
 _NO_GROUP = (
-    "this process created no process group; use torchrun --nproc-per-node 8 -m meshplan run "
-    "train.py, or set MESHPLAN_RUN if the script starts its ranks"
+    "no process group was created; see any error, use torchrun --nproc-per-node 8 -m meshplan run "
+    "train.py, or set MESHPLAN_RUN if the script starts ranks"
 )
 
 
@@ -41,7 +41,7 @@ class ObservedJob:
 
     def finish(self, error: BaseException | None) -> int:
         """Write the verdict to standard error on rank 0; the exit status of a script that ended
-        with 0. Nothing here raises into the job, which is over.
+        with 0. Nothing raises into the ended job.
         """
         # A forked child of the script runs this too, and has no verdict.
         if os.getpid() != self._process:
