@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -26,6 +27,7 @@ from meshplan import (
 from meshplan.collectives import Work, _reduction, functional
 from meshplan.definition import reduce_leaves
 from meshplan.errors import ContractTypeError, GroupStateError, SignatureMismatchError
+from meshplan.flatten._create import create_members_only
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 from tests.marks import full
 from tests.processes import run_ranks
@@ -37,11 +39,6 @@ RANK_ORDER = Contract(order="rank")
 ops = dist.ReduceOp
 OPS = {"sum": ops.SUM, "avg": ops.AVG, "max": ops.MAX, "min": ops.MIN, "product": ops.PRODUCT}
 UNEVEN = [5, 0, 3, 1]
-COALESCED = [
-    deterministic_all_reduce_coalesced,
-    deterministic_reduce_scatter_coalesced,
-    deterministic_all_gather_coalesced,
-]
 
 
 def leaf(rank: int, shape: Sequence[int] = (9, 4), dtype: torch.dtype = torch.float32) -> Tensor:
@@ -119,32 +116,29 @@ def test_group_may_be_a_process_group_a_mesh_or_an_axis() -> None:
     assert run_ranks(ranks, RANKS) == [32] * RANKS
 
 
-def test_leaves_follow_the_order_of_the_mesh() -> None:
-    """Not that of global ranks: the summands are in the order of the mesh."""
+def test_leaves_follow_the_order_of_the_group() -> None:
+    """Not that of global ranks. A rank outside of the group gets an error."""
 
     def ranks(rank: int) -> None:
-        order = [2, 0, 3, 1]
-        mesh = DeviceMesh("cpu", order)
-        members = dist.get_process_group_ranks(mesh.get_group())
-        found = deterministic_all_reduce(leaf(rank), group=mesh, contract=RANK_ORDER)
-        assert_bitwise_equal(found, total(members))  # type: ignore[arg-type]
-        gathered = deterministic_all_gather(leaf(rank), group=(mesh, 0))
-        assert_bitwise_equal(gathered, torch.cat([leaf(r) for r in members]))  # type: ignore[arg-type]
+        for order in ([2, 0, 3, 1], [3, 1]):
+            mesh, plain = DeviceMesh("cpu", order), dist.new_group(order)
+            if rank not in order:
+                for group in (mesh, (mesh, 0), plain):
+                    with pytest.raises(GroupStateError, match=f"rank {rank} is not in the group"):
+                        deterministic_all_reduce(torch.ones(2), group=group)
+                continue
+            created = create_members_only(order, "gloo", "cpu", f"group of {order}", f"{order}")
+            # torch sorts the ranks of the others.
+            for group, members in ((mesh, sorted(order)), (plain, sorted(order)), (created, order)):
+                for path in PATHS[1:]:
+                    how: dict[str, Any] = {"path": path, "contract": RANK_ORDER, "group": group}
+                    assert_bitwise_equal(
+                        deterministic_all_reduce(leaf(rank), **how), total(members)
+                    )
+                gathered = deterministic_all_gather(leaf(rank), group=group)
+                assert_bitwise_equal(gathered, torch.cat([leaf(r) for r in members]))  # type: ignore[arg-type]
 
     run_ranks(ranks, RANKS)
-
-
-def test_ranks_outside_a_mesh_are_an_error() -> None:
-    def ranks(rank: int) -> None:
-        mesh = DeviceMesh("cpu", [0, 2])
-        if rank == 1:
-            for group in (mesh, (mesh, 0)):
-                with pytest.raises(GroupStateError, match="rank 1 is not in the group"):
-                    deterministic_all_reduce(torch.ones(2), group=group)
-        else:
-            deterministic_all_reduce(torch.ones(2), group=mesh)
-
-    run_ranks(ranks, 3)
 
 
 def test_torch_reduce_ops_match_their_names() -> None:
@@ -162,8 +156,8 @@ def test_torch_reduce_ops_match_their_names() -> None:
                 ]
                 for call in calls:
                     assert_bitwise_equal(call(op), call(name), f"{name} {path}")
-                if path != "native":
-                    assert_bitwise_equal(calls[0](op), total(op=name), f"{name} {path}")
+                for call in calls[:2] if path != "native" else ():
+                    assert_bitwise_equal(call(op), total(op=name), f"{name} {path}")
 
     run_ranks(ranks, RANKS)
 
@@ -180,7 +174,10 @@ def test_output_may_overlap_the_input(async_op: bool) -> None:
             how: dict[str, Any] = {"path": path, "async_op": async_op}
             whole = leaf(rank)
             deterministic_all_reduce(whole, path=path)
-            given = leaf(rank)
+            given, out = leaf(rank), torch.empty(9, 4)
+            assert read_result(deterministic_all_reduce(given, out=out, **how)) is out
+            assert_bitwise_equal(out, whole, path)
+            assert_bitwise_equal(given, leaf(rank), "a separate input")
             assert read_result(deterministic_all_reduce(given, out=given, **how)) is given
             assert_bitwise_equal(given, whole, path)
             # The output is four rows further on in the same memory.
@@ -211,19 +208,6 @@ def test_output_may_overlap_the_input(async_op: bool) -> None:
     run_ranks(ranks, RANKS)
 
 
-def test_separate_output_leaves_the_input_unchanged() -> None:
-    def ranks(rank: int) -> None:
-        for path in PATHS:
-            given, out = leaf(rank), torch.empty(9, 4)
-            assert deterministic_all_reduce(given, out=out, path=path) is out
-            assert_bitwise_equal(given, leaf(rank), path)
-            again = leaf(rank)
-            deterministic_all_reduce(again, path=path)
-            assert_bitwise_equal(out, again, path)
-
-    run_ranks(ranks, RANKS)
-
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int32)
 SHAPES = ((9, 4), (9,), (9, 0), (9, 3, 2))
 
@@ -234,7 +218,7 @@ def mixed(rank: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 8, full(32 << 20)])
-def test_coalesced_shards_have_the_bits_of_single_ones(bucket_bytes: int) -> None:
+def test_coalesced_reductions_have_the_bits_of_single_ones(bucket_bytes: int) -> None:
     """Mixed dtypes, uneven sizes, empty and strided tensors, few and many buckets."""
 
     def ranks(rank: int) -> None:
@@ -247,6 +231,10 @@ def test_coalesced_shards_have_the_bits_of_single_ones(bucket_bytes: int) -> Non
                 deterministic_reduce_scatter(tensor, sizes=split, **how)
                 for tensor, split in zip(tensors, sizes, strict=True)
             ]
+            scalar = torch.tensor(float(rank))
+            wholes = [
+                deterministic_all_reduce(one, **how) for one in (*mixed(rank), scalar.clone())
+            ]
             for async_op in (False, True):
                 found = read_result(
                     deterministic_reduce_scatter_coalesced(
@@ -256,6 +244,13 @@ def test_coalesced_shards_have_the_bits_of_single_ones(bucket_bytes: int) -> Non
                 for i, (one, other) in enumerate(zip(found, alone, strict=True)):
                     assert one.is_contiguous()
                     assert_bitwise_equal(one, other, f"{path}, tensor {i}")
+                given = [*mixed(rank), scalar.clone()]
+                listed = read_result(
+                    deterministic_all_reduce_coalesced(given, async_op=async_op, **how)
+                )
+                for one, same, whole in zip(listed, given, wholes, strict=True):
+                    assert one is same
+                    assert_bitwise_equal(one.contiguous(), whole.contiguous(), path)  # type: ignore[union-attr]
             outs = [torch.empty_like(one) for one in found]
             written = deterministic_reduce_scatter_coalesced(tensors, sizes=sizes, out=outs, **how)
             assert all(one is out for one, out in zip(written, outs, strict=True))  # type: ignore[arg-type]
@@ -263,6 +258,8 @@ def test_coalesced_shards_have_the_bits_of_single_ones(bucket_bytes: int) -> Non
                 assert_bitwise_equal(one, other, path)  # type: ignore[arg-type]
         for one, other in zip(tensors, mixed(rank), strict=True):
             assert_bitwise_equal(one.contiguous(), other.contiguous(), "the summand")
+        for function in (deterministic_all_reduce_coalesced, deterministic_all_gather_coalesced):
+            assert function([]) == []
 
     run_ranks(ranks, RANKS)
 
@@ -299,19 +296,21 @@ def test_coalesced_gathers_have_the_bits_of_single_ones(bucket_bytes: int) -> No
     run_ranks(ranks, RANKS)
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("function", COALESCED, ids=lambda function: function.__name__)
-def test_lists_of_different_lengths_are_refused(
-    function: Callable[..., Any], async_op: bool
-) -> None:
+def test_lists_of_different_lengths_are_refused() -> None:
     """At once and on every rank, also where a rank passes one tensor."""
+    coalesced = (
+        deterministic_all_reduce_coalesced,
+        deterministic_reduce_scatter_coalesced,
+        deterministic_all_gather_coalesced,
+    )
 
     def ranks(rank: int) -> None:
-        for lengths in ((1, 2), (2, 3)):
-            tensors = [leaf(rank, (4,)) for _ in range(lengths[rank == 2])]
-            with pytest.raises(SignatureMismatchError):
-                read_result(function(tensors, async_op=async_op))
-        read_result(function([leaf(rank, (4,))], async_op=async_op))
+        for function, async_op in itertools.product(coalesced, (False, True)):
+            for lengths in ((1, 2), (2, 3)):
+                tensors = [leaf(rank, (4,)) for _ in range(lengths[rank == 2])]
+                with pytest.raises(SignatureMismatchError):
+                    read_result(function(tensors, async_op=async_op))
+            read_result(function([leaf(rank, (4,))], async_op=async_op))
 
     run_ranks(ranks, RANKS)
 
@@ -378,9 +377,12 @@ def test_one_rank_gets_a_copy() -> None:
             # In place, one rank keeps what it has.
             given = leaf(0)
             assert deterministic_all_reduce(given, out=given, group=group) is given
-            assert deterministic_all_reduce(given, op="avg", group=group) is given
-            assert_bitwise_equal(given, leaf(0))
-        assert deterministic_all_gather_coalesced([]) == []
+            for op, path in itertools.product(OPS, (*PATHS, "one_shot", "two_shot")):
+                assert deterministic_all_reduce(given, op=op, path=path, group=group) is given
+                assert_bitwise_equal(given, leaf(0))
+            work = deterministic_all_reduce(given, async_op=True, group=group)
+            assert isinstance(work, Work)
+            assert work.result() is given
 
     run_ranks(ranks, 1)
     ranks(0)
