@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,13 @@ from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 from tests.backend.test_hsdp import PLAN, Block
 from tests.marks import full
 from tests.processes import run_ranks
+from tests.refusals import refusal
 
 pytestmark = pytest.mark.processes
 
 F32, BF16 = torch.float32, torch.bfloat16
 M = 8
+refuse = partial(refusal, ElasticError)
 # Sharded unevenly; one has fewer rows than there are shards.
 SHAPES = ((7, 11), (1, 5), (64, 3))
 
@@ -370,12 +371,6 @@ def test_scalar_sums_do_not_depend_on_order() -> None:
     assert math.isnan(exact_sum([math.nan, inf]))
 
 
-def refuse(call: Callable[[], Any], kind: type[Exception] = ElasticError) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
-
-
 class TestErrors(TestCase):
     maxDiff = None
 
@@ -385,22 +380,19 @@ class TestErrors(TestCase):
             gloo = dist.new_group(backend="gloo")
             mesh, pair = mesh_of((2,)), mesh_of((2, 1))
             texts = [
-                refuse(lambda: GradientAccumulator(shard(mesh), 1, mesh)),
-                refuse(lambda: GradientAccumulator(Model(), M, mesh)),
-                refuse(lambda: GradientAccumulator(shard(mesh), M)),
-                refuse(lambda: GradientAccumulator(shard(pair), M, pair["ddp"])),
-                refuse(lambda: GradientAccumulator(fully_shard(Model(BF16), mesh=mesh), M, mesh)),
-                refuse(
-                    lambda: GradientAccumulator(DistributedDataParallel(Model(BF16)), M),
-                ),
-                refuse(lambda: GradientAccumulator(DistributedDataParallel(Model()), M, mesh)),
-                refuse(
-                    lambda: GradientAccumulator(
-                        DistributedDataParallel(Model(), process_group=gloo), M
-                    ),
-                    IntegrationError,
-                ),
+                refuse(GradientAccumulator, *arguments)
+                for arguments in (
+                    (shard(mesh), 1, mesh),
+                    (Model(), M, mesh),
+                    (shard(mesh), M),
+                    (shard(pair), M, pair["ddp"]),
+                    (fully_shard(Model(BF16), mesh=mesh), M, mesh),
+                    (DistributedDataParallel(Model(BF16)), M),
+                    (DistributedDataParallel(Model()), M, mesh),
+                )
             ]
+            plain = DistributedDataParallel(Model(), process_group=gloo)
+            texts.append(refusal(IntegrationError, GradientAccumulator, plain, M))
             for error, options in (
                 (ContractError, {"contract": Contract(order="rank")}),
                 (ContractError, {"contract": Contract(accumulate="float64")}),
@@ -409,7 +401,7 @@ class TestErrors(TestCase):
                 pg_options = meshplan.BackendOptions(**options)  # type: ignore[arg-type]
                 group = dist.new_group(backend="meshplan", pg_options=pg_options)
                 model = DistributedDataParallel(Model(torch.float64), process_group=group)
-                texts.append(refuse(partial(GradientAccumulator, model, M), error))
+                texts.append(refusal(error, GradientAccumulator, model, M))
             return texts
 
         found = run_ranks(run, 2, backend="meshplan")

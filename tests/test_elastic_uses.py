@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -19,11 +19,13 @@ from meshplan.elastic import GradientAccumulator
 from meshplan.errors import ElasticError
 from meshplan.testing import bits
 from tests.processes import run_ranks
+from tests.refusals import refusal
 from tests.test_elastic_gradients import whole_gradients
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
 M = 8
+refuse = partial(refusal, ElasticError)
 
 
 class Model(nn.Module):
@@ -295,12 +297,6 @@ def test_uses_have_the_bits_of_one_rank(kind: str) -> None:
                 assert value == wanted[name], f"{name}, {ranks} ranks"
 
 
-def refuse(call: Callable[[], Any]) -> str:
-    with pytest.raises(ElasticError) as caught:
-        call()
-    return str(caught.value)
-
-
 class Branches(nn.Module):
     """Odd micro-batches use one weight, even ones the other; or a batch norm follows."""
 
@@ -357,26 +353,23 @@ class Gathered(Branches):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", [Branches, Twice, Heads, Inputs, Encoders, Gathered])
-def test_micro_batches_that_reduce_different_gradients_are_refused(
-    kind: type[nn.Module], ranks: int
-) -> None:
+def test_micro_batches_that_reduce_different_gradients_are_refused(ranks: int) -> None:
     """The sums would be of gradients of different modules, or of different calls of one."""
-
-    def run(rank: int) -> str:
-        model = kind()
-        mesh = shard_methods(model, ranks)
-        return refuse(partial(step, model, GradientAccumulator(model, M, mesh)))
-
     text = (
         "MP902: micro-batches of the step call or unshard different FSDP modules, or their backward "
         "reaches different calls; do the same in the same order in each, or shard a module that "
         "differs with its parent"
     )
-    found = run_ranks(run, ranks, backend="meshplan")
-    if not ADDS_ZEROS and "use torch 2.13 or newer" in found[0]:
-        return  # refused before, for its unused parameter
-    assert found == [text] * ranks
+
+    def run(rank: int) -> None:
+        for kind in (Branches, Twice, Heads, Inputs, Encoders, Gathered):
+            model = kind()
+            mesh = shard_methods(model, ranks)
+            found = refuse(step, model, GradientAccumulator(model, M, mesh))
+            # Or before, for its unused parameter.
+            assert found == text or (not ADDS_ZEROS and "use torch 2.13 or newer" in found), kind
+
+    run_ranks(run, ranks, backend="meshplan")
 
 
 def test_torch_without_zeros_for_unused_parameters_refuses_them() -> None:
@@ -388,7 +381,7 @@ def test_torch_without_zeros_for_unused_parameters_refuses_them() -> None:
         assert frozen("fsdp", 2)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
         model = fully_shard(Branches(), mesh=mesh)
-        return refuse(partial(step, model, GradientAccumulator(model, M, mesh)))
+        return refuse(step, model, GradientAccumulator(model, M, mesh))
 
     found = run_ranks(run, 2, backend="meshplan")
     for rank, text in enumerate(found):
@@ -397,20 +390,62 @@ def test_torch_without_zeros_for_unused_parameters_refuses_them() -> None:
         )
 
 
-def test_ranks_with_other_checkpoints_are_refused() -> None:
-    def run(rank: int) -> str:
-        model, accumulator = build("ddp", 2)
-        state = {"step": 7 + rank, "micro_batches": M}
-        accumulator.micro_batches.load_state_dict(state)
-        return refuse(partial(step, model, accumulator))
+def load_other_checkpoint(rank: int) -> str:
+    model, accumulator = build("ddp", 2)
+    accumulator.micro_batches.load_state_dict({"step": 7 + rank, "micro_batches": M})
+    return refuse(step, model, accumulator)
 
-    assert (
-        run_ranks(run, 2, backend="meshplan")
-        == [
-            "MP902: data-parallel rank 1 has (divisor, finished steps) = (8, 8), rank 0 (8, 7); pass "
-            "the same divisor and load the same checkpoint on all ranks"
-        ]
-        * 2
+
+def freeze_in_a_bucket(rank: int) -> str:
+    """One bucket waits for a parameter that was frozen; torch says so in the next forward only."""
+    # Of more than 1 MiB each, so that each has a bucket.
+    layers = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600))
+    model = DistributedDataParallel(layers, bucket_cap_mb=1)
+    accumulator = GradientAccumulator(model, 2)
+
+    def backward() -> None:
+        with accumulator.round():
+            model(torch.ones(600)).sum().backward()
+
+    # In the first one all parameters are in one bucket.
+    backward()
+    accumulator.finish()
+    model.zero_grad()
+    layers[0].bias.requires_grad_(False)
+    return refuse(backward)
+
+
+def replace_a_parameter(rank: int) -> str:
+    """A sum of rounds would be in a new parameter."""
+    model, accumulator = build("fsdp", 2)
+    layer: Any = model.layers[1]  # type: ignore[index]
+    layer.load_state_dict({**layer.state_dict()}, assign=True)
+    return refuse(step, model, accumulator)
+
+
+def reduce_no_gradient_of_a_layer(rank: int) -> str:
+    """The layer would never be trained."""
+    model, accumulator = build("fsdp", 2)
+    model.layers[1].set_requires_gradient_sync(False, recurse=False)  # type: ignore[index]
+    return refuse(step, model, accumulator)
+
+
+def test_steps_that_would_lose_gradients_are_refused() -> None:
+    uses = (
+        load_other_checkpoint,
+        freeze_in_a_bucket,
+        replace_a_parameter,
+        reduce_no_gradient_of_a_layer,
+    )
+    found = run_ranks(lambda rank: [use(rank) for use in uses], 2, backend="meshplan")
+    assert found[0] == found[1]
+    assert_expected_inline(
+        "\n".join(found[0]),
+        """\
+MP902: data-parallel rank 1 has (divisor, finished steps) = (8, 8), rank 0 (8, 7); pass the same divisor and load the same checkpoint on all ranks
+MP902: parameter 'module.0.weight' has a gradient that DDP did not reduce in round 0; freeze parameters before DDP is constructed, and have DDP ignore none that is trained
+MP902: no gradient of 'layers.1.bias' was reduced in round 0; call backward once in it, without no_sync, and with set_requires_gradient_sync(True); replace no parameter
+MP902: no gradient of 'layers.1.bias' was reduced in round 0; call backward once in it, without no_sync, and with set_requires_gradient_sync(True); replace no parameter""",
     )
 
 
@@ -438,60 +473,6 @@ def test_gradients_that_a_failed_backward_left_in_fsdp_are_refused() -> None:
     ]
 
 
-def test_buckets_that_ddp_does_not_reduce_are_refused() -> None:
-    """One bucket waits for a parameter that was frozen; torch says so in the next forward only."""
-
-    def run(rank: int) -> str:
-        # Of more than 1 MiB each, so that each has a bucket.
-        layers = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600))
-        model = DistributedDataParallel(layers, bucket_cap_mb=1)
-        accumulator = GradientAccumulator(model, 2)
-
-        def backward() -> None:
-            with accumulator.round():
-                model(torch.ones(600)).sum().backward()
-
-        # In the first one all parameters are in one bucket.
-        backward()
-        accumulator.finish()
-        model.zero_grad()
-        layers[0].bias.requires_grad_(False)
-        return refuse(backward)
-
-    assert (
-        run_ranks(run, 2, backend="meshplan")
-        == [
-            "MP902: parameter 'module.0.weight' has a gradient that DDP did not reduce in round 0; "
-            "freeze parameters before DDP is constructed, and have DDP ignore none that is trained"
-        ]
-        * 2
-    )
-
-
-@pytest.mark.parametrize("way", ["replaced", "not reduced"])
-def test_gradients_of_a_layer_that_go_elsewhere_are_refused(way: str) -> None:
-    """A sum of rounds would be in a new parameter, or the layer would never be trained."""
-
-    def run(rank: int) -> str:
-        model, accumulator = build("fsdp", 2)
-        layer: Any = model.layers[1]  # type: ignore[index]
-        if way == "replaced":
-            layer.load_state_dict({**layer.state_dict()}, assign=True)
-        else:
-            layer.set_requires_gradient_sync(False, recurse=False)
-        return refuse(partial(step, model, accumulator))
-
-    assert (
-        run_ranks(run, 2, backend="meshplan")
-        == [
-            "MP902: no gradient of 'layers.1.bias' was reduced in round 0; call backward once in "
-            "it, without no_sync, and with set_requires_gradient_sync(True); replace no "
-            "parameter"
-        ]
-        * 2
-    )
-
-
 def test_replicas_with_shards_in_another_order_are_refused() -> None:
     """FSDP2 would add the first shard of a replica and the second one of another."""
 
@@ -500,7 +481,7 @@ def test_replicas_with_shards_in_another_order_are_refused() -> None:
             mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("ddp", "fsdp"))
             model = fully_shard(Model(), mesh=mesh)
             if ranks[0] == [0, 1]:
-                text = refuse(partial(GradientAccumulator, model, M, mesh))
+                text = refuse(GradientAccumulator, model, M, mesh)
         step(model, GradientAccumulator(model, M, mesh))
         return text
 
@@ -521,7 +502,7 @@ def test_batch_norms_that_train_are_refused() -> None:
         texts = []
         for norm in (nn.BatchNorm1d(6), nn.SyncBatchNorm(6, track_running_stats=False)):
             model = fully_shard(Branches(norm), mesh=mesh)
-            texts.append(refuse(partial(step, model, GradientAccumulator(model, M, mesh))))
+            texts.append(refuse(step, model, GradientAccumulator(model, M, mesh)))
         for norm in (nn.BatchNorm1d(6).eval(), nn.BatchNorm1d(6, track_running_stats=False)):
             model = fully_shard(Branches(norm), mesh=mesh)
             step(model, GradientAccumulator(model, M, mesh))
