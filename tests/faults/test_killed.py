@@ -35,6 +35,7 @@ from tests.faults.jobs import (
     right_bits,
     run_job,
 )
+from tests.marks import full, longest
 from tests.processes import (
     arrive,
     nothing_stays_in_shared_memory,
@@ -114,9 +115,12 @@ def turned() -> DeviceMesh:
     return DeviceMesh("cpu", [3, 1, 0, 2])
 
 
-def test_kill_before_group_creation_is_named() -> None:
-    found = job("exchange", die, warm=False, mesh=turned)
-    for name, message in found:
+@pytest.mark.parametrize(
+    ("path", "mesh"),
+    [full("exchange", turned), longest("peers", square), longest("hierarchical", square)],
+)
+def test_kill_before_group_creation_is_named(path: str, mesh: Any) -> None:
+    for name, message in job(path, die, warm=False, mesh=mesh):
         assert name == "GroupAgreementError"
         assert message.startswith("MP501: rank 1 did not reach the first reduction")
 
@@ -157,15 +161,6 @@ def test_kill_inside_a_collective_is_named(path: str) -> None:
     for name, message in found:
         assert name == ("PeerTimeoutError" if path == "peers" else "CollectiveError")
         assert "rank 1 has ended" in message, message
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("path", ["peers", "hierarchical"])
-def test_kill_before_group_creation_is_named_on_every_path(path: str) -> None:
-    found = job(path, die, warm=False, mesh=square)
-    for name, message in found:
-        assert name == "GroupAgreementError"
-        assert message.startswith("MP501: rank 1 did not reach the first reduction")
 
 
 def stop_serving(store: list[dist.TCPStore]) -> None:

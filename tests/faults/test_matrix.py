@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from meshplan.errors import MeshplanError
 from meshplan.flatten import _missing
 from meshplan.topology import Link, Links, Topology
 from tests.faults.jobs import NEVER, die, end, join, right_bits, run_job, stop_for
-from tests.marks import full
+from tests.marks import full, longest
 from tests.processes import set_timeout
 
 pytestmark = pytest.mark.processes
@@ -157,21 +158,12 @@ def run_fault(fault: str, path: str, world: int) -> None:
         check(fault, path, rank, outcome.value)
 
 
-@pytest.mark.parametrize("path", ["peers", "exchange", full("halving"), "hierarchical"])
-@pytest.mark.parametrize("fault", ["killed", "shape", "contract"])
-def test_fault_among_three_ranks_raises_on_every_survivor(fault: str, path: str) -> None:
-    run_fault(fault, path, world_of(3, path))
+CASES = [
+    (longest if ranks == 5 or fault in ("stopped", "late") else full)(ranks, fault, path)
+    for ranks, fault, path in itertools.product((3, 5), FAULTS, PATHS)
+]
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("fault", ["stopped", "late"])
-def test_long_wait_among_three_ranks_raises_on_every_survivor(fault: str, path: str) -> None:
-    run_fault(fault, path, world_of(3, path))
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_among_five_ranks_raises_on_every_survivor(fault: str, path: str) -> None:
-    run_fault(fault, path, world_of(5, path))
+@pytest.mark.parametrize(("ranks", "fault", "path"), CASES)
+def test_fault_raises_on_every_survivor(ranks: int, fault: str, path: str) -> None:
+    run_fault(fault, path, world_of(ranks, path))
