@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from typing import Any
 
@@ -265,11 +266,7 @@ def test_unshared_shards_take_one_collective() -> None:
     run_ranks(ranks, 4)
 
 
-@pytest.mark.parametrize("odd", [0, 2])
-@pytest.mark.parametrize("compiled", [(), (0,), (0, 1, 2)])
-def test_sizes_across_the_threshold_are_an_error_at_once(
-    odd: int, compiled: tuple[int, ...]
-) -> None:
+def test_sizes_across_the_threshold_are_an_error_at_once() -> None:
     """One brings a message for one collective, the others for two: an error on every rank.
 
     Graphs that were traced for any size decide when they run, as calls do.
@@ -283,11 +280,11 @@ def test_sizes_across_the_threshold_are_an_error_at_once(
             found = run_reduction(tensor, step(3), groups, purpose=PURPOSE, path="auto")
             return torch.ops._c10d_functional.wait_tensor(found)
 
-        call = reduce
-        if rank in compiled:
-            call = make_fx(reduce, tracing_mode="symbolic")(torch.ones(50))
-            assert report().entries[-1]["ran"] == "auto"
-        for one, others in ((limit, limit + 1), (limit + 1, limit), (0, 7), (3, 900_000)):
+        graph = make_fx(reduce, tracing_mode="symbolic")(torch.ones(50))
+        assert report().entries[-1]["ran"] == "auto"
+        sizes = (limit, limit + 1), (limit + 1, limit), (0, 7), (3, 900_000)
+        for compiled, odd, (one, others) in itertools.product(((), (0,), (0, 1, 2)), (0, 2), sizes):
+            call = graph if rank in compiled else reduce
             with pytest.raises(SignatureMismatchError) as caught:
                 call(torch.ones(one if rank == odd else others))
             texts.append(str(caught.value))
