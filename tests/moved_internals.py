@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._local_tensor as local
 from torch.distributed import _functional_collectives as funcol
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _dispatch
 from torch.distributed.tensor import _redistribute as rd
@@ -67,30 +66,6 @@ def flattened_step_with_another_field() -> None:
 @move
 def mask_partial_renamed() -> None:
     del pt._MaskPartial
-
-
-@move
-def creation_without_description() -> None:
-    own = c10d._new_process_group_helper
-
-    def helper(
-        group_size: Any,
-        group_rank: Any,
-        global_ranks: Any,
-        backend: Any,
-        store: Any,
-        group_name: Any,
-        backend_options: Any = None,
-        *,
-        timeout: Any,
-        pg_tag: Any = None,
-        device_id: Any = None,
-    ) -> Any:
-        return own(
-            group_size, group_rank, global_ranks, backend, store, group_name, timeout=timeout
-        )
-
-    c10d._new_process_group_helper = helper
 
 
 @move
@@ -216,20 +191,6 @@ def redistribute_module_renamed() -> None:
         return None if name.endswith(".tensor._redistribute") else own(name, path, target)
 
     importlib.machinery.PathFinder.find_spec = find_spec  # type: ignore[method-assign, assignment]
-
-
-@move
-def compiled_graphs_have_no_tag() -> None:
-    import torch.compiler.config
-
-    del torch.compiler.config._config["cache_key_tag"]  # type: ignore[attr-defined]
-
-
-@move
-def three_at_once() -> None:
-    mask_partial_renamed()
-    creation_without_description()
-    compiled_graphs_have_no_tag()
 
 
 def outcome() -> dict[str, Any]:

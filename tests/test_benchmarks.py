@@ -21,7 +21,6 @@ from benchmarks import allreduce_cpu, allreduce_gpu, timing
 from benchmarks.__main__ import SUITES, time_of
 from benchmarks.page import write_page
 from benchmarks.record import SCHEMA, Case, Figures, at_least, at_most, machine
-from benchmarks.script import row_of
 from meshplan.kernel import TimedPaths, _device_peers, timed_paths
 
 pytestmark = pytest.mark.processes
@@ -170,18 +169,6 @@ def test_json_round_trip_is_lossless() -> None:
 
 class TestTexts(TestCase):
     maxDiff = None
-
-    def test_case_is_printed_with_its_bars(self) -> None:
-        self.assertExpectedInline(
-            row_of(CASE),
-            """\
-all-reduce of 1 KiB, 2 ranks
-    ms: gloo 3 (p95 3.9), ordered 6 (p95 6), peer 0.5 (p95 0.5)
-    peer/gloo 0.167 (at most 0.1: NOT MET)
-    peer/ordered 0.0833
-    peer 0.5 (at most 1: met)
-    ordered/gloo 2 (at least 2: met)""",
-        )
 
     def test_page_lists_bars_and_cases(self) -> None:
         folder = Path(self.enterContext(tempfile.TemporaryDirectory()))

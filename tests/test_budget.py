@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from expecttest import assert_expected_inline
 
-from tools.budget import find_excesses, format_table, measure, rewrite
+from tools.budget import find_excesses, measure, rewrite
 
 BUDGET = """\
 [limits]
@@ -76,20 +76,6 @@ python lines: 220, 20 above budget.toml (200); remove code, or see 'Room for a f
 meshplan/flatten: 130 lines, 30 above budget.toml (100); remove code, or see 'Room for a feature' in CONTRIBUTING.md
 meshplan/flatten: 910 tokens, 10 above budget.toml (900); remove code, or see 'Room for a feature' in CONTRIBUTING.md
 meshplan/run: no row of budget.toml; add [0, 0] there, and see 'Room for a feature' in CONTRIBUTING.md""",
-    )
-
-
-def test_table_compares_rows_and_figures() -> None:
-    assert_expected_inline(
-        format_table(BUDGET, sizes(flatten=95, tests=512)),
-        """\
-                           lines       now             tokens       now
-meshplan/flatten             100        95       -5       900       665     -235
-meshplan/lint                 90        90        =       700       630      -70
-tests                        500       512      +12     4,000     3,584     -416
-modules                        7         7        =
-python lines                 200       185      -15
-characters per line         41.0      39.9     -1.1""",
     )
 
 

@@ -19,7 +19,6 @@ WANTED: dict[str, tuple[str, ...] | None] = {
     "nothing": None,
     "flattened_step_with_another_field": ("redistribute_local_tensor", "group_hint"),
     "mask_partial_renamed": ("_MaskPartial",),
-    "creation_without_description": ("_new_process_group_helper", "group_desc"),
     "kinds_renamed": ("_comm_type_key", "'ar'"),
     "executor_reduces_by_itself": ("fails before it calls Partial._reduce_value",),
     "executor_reduces_over_whatever_mesh": ("does not call Partial._reduce_value",),
@@ -34,8 +33,6 @@ WANTED: dict[str, tuple[str, ...] | None] = {
     "executor_passes_more_to_a_reduction": ("async_op", "takes 4 positional arguments"),
     "dispatcher_has_an_executor_of_its_own": ("_dispatch.redistribute_local_tensor",),
     "redistribute_module_renamed": ("tensor._redistribute (", "._TransformInfo"),
-    "compiled_graphs_have_no_tag": ("cache_key_tag",),
-    "three_at_once": ("_MaskPartial", "group_desc", "cache_key_tag"),
 }
 
 
