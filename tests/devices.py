@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import itertools
-import json
 import math
 import os
 import shutil
@@ -33,16 +32,14 @@ from meshplan.flatten._connect import connect_devices
 from meshplan.flatten._join import members_of
 from meshplan.kernel import Device, DeviceCommunicator, Ipc, Regions, Transport, _device_peers
 from meshplan.kernel._driver import Driver, DriverError, DriverKind
-from meshplan.testing import bits, order_sensitive
+from meshplan.testing import bits
+from tests.inputs import FLOATS, INTEGERS, arithmetics, draw_leaves, golden_cases
 
 ROOT = Path(__file__).parents[1]
-GOLDEN = Path(__file__).parent / "golden" / "contract_v1.json"
 MODES = ("one_shot", "two_shot")
 FOLDS = "-DMP_PEER(name, D, Acc, Round, Op)="
 # As meshplan.kernel._device_peers has it, for emulated GPUs.
 STAGED_BYTES = 12 << 10
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 # Every way to round that there is a kernel for.
 CONTRACTS = (
     Contract(),
@@ -304,23 +301,13 @@ def at_byte(values: Tensor, offset: int) -> Tensor:
 
 def wrong_golden(rank: int, world_size: int, where: str) -> list[str]:
     """The golden vectors of this world size that some mode gets wrong."""
-    cases = [c for c in json.loads(GOLDEN.read_text())["cases"] if len(c["inputs"]) == world_size]
-    wrong = []
+    wrong, cases = [], golden_cases(ranks=world_size)
     for number, case in enumerate(cases):
-        dtype = getattr(torch, case["dtype"])
-        mine = torch.frombuffer(bytearray.fromhex(case["inputs"][rank]), dtype=dtype)
-        expected = torch.frombuffer(bytearray.fromhex(case["output"]), dtype=dtype)
-        average = case.get("divisor") or world_size
+        how: dict[str, Any] = {"contract": case.contract, "divisor": case.divisor}
         for mode in MODES:
-            found = reduce_peers(
-                mine.to(where),
-                case["shape"],
-                mode,
-                op=case["op"],
-                contract=Contract(case["order"], case["accumulate"], case["rounding"]),
-                divisor=average if case["op"] == "avg" else None,
-            )
-            if not have_equal_bits(found, expected):
+            mine = case.leaves[rank].to(where)
+            found = reduce_peers(mine, case.shape, mode, op=case.op, **how)
+            if not have_equal_bits(found, case.result):
                 wrong.append(f"case {number} {mode}")
     assert cases
     return wrong
@@ -330,26 +317,13 @@ def wrong_arithmetic(rank: int, shape: Sequence[int], where: str, numel: int) ->
     """Every operation, dtype and rounding whose kernel differs from the definition."""
     wrong = []
     world_size = math.prod(shape)
-    for dtype, op in itertools.product(
-        (*FLOATS, *INTEGERS), ("sum", "avg", "product", "max", "min")
-    ):
-        if op == "avg" and dtype in INTEGERS:
-            continue
-        contracts = (
-            CONTRACTS if dtype in FLOATS and op in ("sum", "avg", "product") else CONTRACTS[:2]
-        )
-        leaves = [
-            order_sensitive(numel, rank=r, world_size=world_size, dtype=dtype)
-            for r in range(world_size)
-        ]
-        for contract in contracts:
-            if contract.ordering.exact and op == "product":
-                continue
+    for dtype in (*FLOATS, *INTEGERS):
+        leaves = draw_leaves(world_size, numel, dtype)
+        for (op, contract), mode in itertools.product(arithmetics(dtype, CONTRACTS), MODES):
             expected = reduce_leaves(leaves, op, shape, contract)  # type: ignore[arg-type]
-            for mode in MODES:
-                found = reduce_peers(leaves[rank].to(where), shape, mode, op=op, contract=contract)
-                if not have_equal_bits(found, expected):
-                    wrong.append(f"{dtype} {op} {contract.id} {mode}")
+            found = reduce_peers(leaves[rank].to(where), shape, mode, op=op, contract=contract)
+            if not have_equal_bits(found, expected):
+                wrong.append(f"{dtype} {op} {contract.id} {mode}")
     return wrong
 
 
@@ -357,10 +331,7 @@ def wrong_sizes(rank: int, world_size: int, where: str, numels: Sequence[int]) -
     """Sizes, addresses and splits whose bits differ from the definition."""
     wrong = []
     for dtype, numel in itertools.product((torch.float32, torch.bfloat16), numels):
-        leaves = [
-            order_sensitive(numel, rank=r, world_size=world_size, dtype=dtype)
-            for r in range(world_size)
-        ]
+        leaves = draw_leaves(world_size, numel, dtype)
         expected = reduce_leaves(leaves, "sum", (world_size,))
         mine = leaves[rank].to(where)
         offsets = range(0, 16, dtype.itemsize) if numel < 100 else (0, 4)
@@ -388,10 +359,7 @@ def wrong_offsets(rank: int, world_size: int, where: str, numels: Sequence[int])
     wrong = []
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
     for dtype, numel in itertools.product(dtypes, numels):
-        leaves = [
-            order_sensitive(numel, rank=r, world_size=world_size, dtype=dtype)
-            for r in range(world_size)
-        ]
+        leaves = draw_leaves(world_size, numel, dtype)
         expected = reduce_leaves(leaves, "sum", (world_size,))
         cuts = [numel * place**2 // world_size**2 for place in range(world_size + 1)]
         parts = [stop - start for start, stop in itertools.pairwise(cuts)]

@@ -178,7 +178,6 @@ def test_messages_between_nodes_of_eight_match_the_clock() -> None:
     assert count_chunks(leaves[0].nbytes, wanted.chunk) > 1
 
     def ranks(rank: int) -> list[int]:
-        torch.set_num_threads(1)
         groups = groups_of(wanted)
         found, sent = count_sent(lambda: run(leaves[rank], wanted, groups))
         assert_bitwise_equal(found, expected)

@@ -24,8 +24,8 @@ from meshplan import (
 )
 from meshplan.collectives import functional
 from meshplan.collectives._options import check_destination
-from meshplan.errors import MeshplanError
 from tests.processes import run_ranks
+from tests.refusals import refusal
 
 COLLECTIVES = (
     deterministic_all_gather,
@@ -36,6 +36,8 @@ COLLECTIVES = (
     deterministic_reduce_scatter_coalesced,
 )
 FUNCTIONAL = (functional.all_gather, functional.all_reduce, functional.reduce_scatter)
+# A gather has a gradient, which is reduced.
+REDUCING = (deterministic_all_reduce, deterministic_reduce_scatter, *FUNCTIONAL)
 SHARED = {"path": "auto", "contract": None, "group": None, "strict": False, "debug": False}
 
 
@@ -55,55 +57,39 @@ def test_all_collectives_have_the_same_keyword_arguments() -> None:
         assert {one.name: one.default for one in keywords} == wanted, function.__name__
 
 
-def refused(kind: type[Exception], run: Any) -> str:
-    with pytest.raises(MeshplanError) as error:
-        run()
-    assert isinstance(error.value, kind)
-    return str(error.value)
-
-
 class TestRefusals(TestCase):
     def test_argument_that_is_no_tensor_is_refused(self) -> None:
         self.assertExpectedInline(
-            refused(TypeError, lambda: deterministic_all_reduce([1.0])),  # type: ignore[arg-type]
+            refusal(TypeError, deterministic_all_reduce, [1.0]),
             """MP412: tensor must be a torch.Tensor, got list; for a list of tensors call the _coalesced function""",
         )
 
     def test_unknown_path_is_refused(self) -> None:
-        one = torch.ones(1)
-        said = {
-            refused(ValueError, lambda run=run: run(one, path="ring"))
-            for run in (deterministic_all_reduce, deterministic_reduce_scatter, *FUNCTIONAL)
-        }
+        said = {refusal(ValueError, run, torch.ones(1), path="ring") for run in REDUCING}
         self.assertExpectedInline(
             "\n".join(said),
             """MP402: no path 'ring'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'halving', 'integer', 'integer_checksum', 'reference', 'native'""",
         )
 
     def test_unsupported_op_is_refused(self) -> None:
-        one, said = torch.ones(1), []
-        for op in ("mean", "SUM", dist.ReduceOp.BXOR, dist.ReduceOp.PREMUL_SUM, None):
+        for op, name in (
+            ("mean", "'mean'"),
+            ("SUM", "'SUM'"),
+            (dist.ReduceOp.BXOR, "'BXOR'"),
+            (dist.ReduceOp.PREMUL_SUM, "'PREMUL_SUM'"),
+            (None, "None"),
+        ):
             for run in (deterministic_all_reduce, deterministic_reduce_scatter):
-                text = refused(ValueError, lambda op=op, run=run: run(one, op=op))
-            said.append(text)
-        self.assertExpectedInline(
-            "\n".join(said),
-            """\
-MP411: unsupported op: 'mean'; use one of 'sum', 'avg', 'max', 'min', 'product', or the torch.distributed.ReduceOp of that name
-MP411: unsupported op: 'SUM'; use one of 'sum', 'avg', 'max', 'min', 'product', or the torch.distributed.ReduceOp of that name
-MP411: unsupported op: 'BXOR'; use one of 'sum', 'avg', 'max', 'min', 'product', or the torch.distributed.ReduceOp of that name
-MP411: unsupported op: 'PREMUL_SUM'; use one of 'sum', 'avg', 'max', 'min', 'product', or the torch.distributed.ReduceOp of that name
-MP411: unsupported op: None; use one of 'sum', 'avg', 'max', 'min', 'product', or the torch.distributed.ReduceOp of that name""",
-        )
+                assert refusal(ValueError, run, torch.ones(1), op=op) == (
+                    f"MP411: unsupported op: {name}; use one of 'sum', 'avg', 'max', 'min', "
+                    "'product', or the torch.distributed.ReduceOp of that name"
+                )
 
     def test_average_of_integers_is_refused(self) -> None:
         for dtype in (torch.int32, torch.uint8, torch.bool):
             one = torch.ones(1, dtype=dtype)
             for path in ("native", "reference", "auto"):
-                how: dict[str, Any] = {"path": path, "op": "avg"}
-                said = refused(
-                    TypeError, lambda one=one, how=how: deterministic_all_reduce(one, **how)
-                )
+                said = refusal(TypeError, deterministic_all_reduce, one, path=path, op="avg")
                 assert "op='avg' requires a floating-point or complex tensor" in said
         self.assertExpectedInline(
             said,
@@ -111,15 +97,14 @@ MP411: unsupported op: None; use one of 'sum', 'avg', 'max', 'min', 'product', o
         )
 
     def test_unusable_contracts_are_refused(self) -> None:
-        one = torch.ones(1)
-        said = [
-            refused(ValueError, lambda how=how: deterministic_all_reduce(one, **how))
-            for how in (
-                {"path": "native", "contract": Contract("rank")},
-                {"path": "native", "contract": Contract(accumulate="float64")},
-                {"contract": "tree"},
-            )
-        ]
+        said = []
+        for how in (
+            {"path": "native", "contract": Contract("rank")},
+            {"path": "native", "contract": Contract(accumulate="float64")},
+            {"contract": "tree"},
+        ):
+            (text,) = {refusal(ValueError, run, torch.ones(1), **how) for run in REDUCING}
+            said.append(text)
         self.assertExpectedInline(
             "\n".join(said),
             """\
@@ -132,7 +117,7 @@ MP411: contract='tree' is not a contract; pass contract=meshplan.Contract()""",
         leaf = torch.ones(2, requires_grad=True)
         one = torch.ones(2)
         said = [
-            refused(kind, lambda run=run, out=out: run(one, out=out))
+            refusal(kind, run, one, out=out)
             for kind, run, out in (
                 (TypeError, deterministic_all_reduce, [1.0]),
                 (TypeError, deterministic_all_reduce, torch.ones(2, dtype=torch.bfloat16)),
@@ -142,7 +127,7 @@ MP411: contract='tree' is not a contract; pass contract=meshplan.Contract()""",
                 (RuntimeError, deterministic_all_reduce, leaf),
             )
         ]
-        said.append(refused(RuntimeError, lambda: deterministic_all_reduce(leaf, out=one)))
+        said.append(refusal(RuntimeError, deterministic_all_reduce, leaf, out=one))
         self.assertExpectedInline(
             "\n".join(said),
             """\
@@ -159,14 +144,11 @@ MP413: the result of deterministic_all_reduce has no gradient, and the tensor re
         one, two = torch.ones(2), torch.ones(2)
         pair = [one, two]
         said = [
-            refused(ValueError, lambda: deterministic_all_reduce_coalesced([one, one])),
-            refused(ValueError, lambda: deterministic_all_reduce_coalesced(pair, out=[one])),
-            refused(ValueError, lambda: deterministic_all_gather_coalesced(pair, out=[one, one])),
-            refused(ValueError, lambda: deterministic_all_gather_coalesced(pair, sizes=[[2]])),
-            refused(
-                ValueError,
-                lambda: deterministic_reduce_scatter_coalesced(pair, sizes=[2, 2]),  # type: ignore[list-item]
-            ),
+            refusal(ValueError, deterministic_all_reduce_coalesced, [one, one]),
+            refusal(ValueError, deterministic_all_reduce_coalesced, pair, out=[one]),
+            refusal(ValueError, deterministic_all_gather_coalesced, pair, out=[one, one]),
+            refusal(ValueError, deterministic_all_gather_coalesced, pair, sizes=[[2]]),
+            refusal(ValueError, deterministic_reduce_scatter_coalesced, pair, sizes=[2, 2]),
         ]
         self.assertExpectedInline(
             "\n".join(said),
@@ -182,7 +164,6 @@ MP411: sizes=[2, 2] for 2 tensors; pass one list, or None, for each tensor""",
         def ranks(rank: int) -> list[str]:
             mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
             plain, part = init_device_mesh("cpu", (1, 2)), DeviceMesh("cpu", [1])
-            one = torch.ones(1)
             said = []
             for kind, group in (
                 (ValueError, mesh),
@@ -193,12 +174,9 @@ MP411: sizes=[2, 2] for 2 tensors; pass one list, or None, for each tensor""",
                 (RuntimeError, [0, 1]),
                 (RuntimeError, part if rank == 0 else "world"),
             ):
-                texts = {
-                    refused(kind, lambda run=run, group=group: run(one, group=group))
-                    for run in (deterministic_all_reduce, deterministic_all_gather, *FUNCTIONAL)
-                }
-                said += texts
-                assert len(texts) == 1
+                calls = (deterministic_all_reduce, deterministic_all_gather, *FUNCTIONAL)
+                (text,) = {refusal(kind, run, torch.ones(1), group=group) for run in calls}
+                said.append(text)
             return said
 
         self.assertExpectedInline(
@@ -221,11 +199,8 @@ MP503: rank 0 is not in the group; call this on its members only""",
                 (torch.complex64, "product"),
                 (torch.complex64, "max"),
             ):
-                how: dict[str, Any] = {"path": path, "op": op}
                 one = torch.zeros(1, dtype=dtype)
-                said = refused(
-                    TypeError, lambda one=one, how=how: deterministic_all_reduce(one, **how)
-                )
+                said = refusal(TypeError, deterministic_all_reduce, one, path=path, op=op)
                 assert said.startswith("MP412")
         self.assertExpectedInline(
             said,
@@ -235,38 +210,38 @@ MP503: rank 0 is not in the group; call this on its members only""",
     def test_unsupported_tensors_are_refused(self) -> None:
         sparse = torch.ones(2, 2).to_sparse()
         self.assertExpectedInline(
-            refused(TypeError, lambda: deterministic_all_reduce(sparse)),
+            refusal(TypeError, deterministic_all_reduce, sparse),
             """MP412: tensor is torch.sparse_coo; pass a dense one, e.g. tensor.to_dense()""",
         )
 
     def test_tensors_with_gradient_are_refused(self) -> None:
         leaf = torch.ones(2, requires_grad=True)
         self.assertExpectedInline(
-            refused(RuntimeError, lambda: deterministic_all_reduce(leaf)),
+            refusal(RuntimeError, deterministic_all_reduce, leaf),
             """MP413: the result is written in place of a tensor that requires a gradient, which it would cut off; call meshplan.collectives.functional.all_reduce, or use torch.no_grad()""",
         )
         for name in ("reduce_scatter", "all_gather"):
             function = getattr(collectives, f"deterministic_{name}")
-            assert refused(RuntimeError, lambda function=function: function(leaf)) == (
+            assert refusal(RuntimeError, function, leaf) == (
                 f"MP413: the result of deterministic_{name} has no gradient, and the tensor requires "
                 f"one; call meshplan.collectives.functional.{name}, or use torch.no_grad()"
             )
         with torch.no_grad():
             assert deterministic_all_reduce(leaf) is leaf
         self.assertExpectedInline(
-            refused(RuntimeError, lambda: functional.all_reduce(leaf, op="max")),
+            refusal(RuntimeError, functional.all_reduce, leaf, op="max"),
             """MP413: op='max' over ranks has no derivative, and the tensor requires a gradient; pass op='sum' or 'avg', or reduce tensor.detach()""",
         )
 
     def test_invalid_sizes_are_refused(self) -> None:
         two = torch.ones(2, 3)
         said = [
-            refused(ValueError, lambda: deterministic_reduce_scatter(two, sizes=[1])),
-            refused(ValueError, lambda: deterministic_reduce_scatter(two, sizes=[1, 1])),
-            refused(ValueError, lambda: deterministic_reduce_scatter(two, dim=2)),
-            refused(ValueError, lambda: deterministic_reduce_scatter(torch.ones(()))),
-            refused(ValueError, lambda: deterministic_all_gather(two, sizes=[3])),
-            refused(ValueError, lambda: deterministic_all_gather(two, dim=-3)),
+            refusal(ValueError, deterministic_reduce_scatter, two, sizes=[1]),
+            refusal(ValueError, deterministic_reduce_scatter, two, sizes=[1, 1]),
+            refusal(ValueError, deterministic_reduce_scatter, two, dim=2),
+            refusal(ValueError, deterministic_reduce_scatter, torch.ones(())),
+            refusal(ValueError, deterministic_all_gather, two, sizes=[3]),
+            refusal(ValueError, deterministic_all_gather, two, dim=-3),
         ]
         self.assertExpectedInline(
             "\n".join(said),
@@ -283,7 +258,7 @@ MP411: dim=-3 of a tensor with 2 dimensions; pass one of its dimensions""",
         def ranks(rank: int) -> str:
             mesh = init_device_mesh("cpu", (1,))
             tensor = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
-            return refused(TypeError, lambda: deterministic_all_reduce(tensor))
+            return refusal(TypeError, deterministic_all_reduce, tensor)
 
         self.assertExpectedInline(
             run_ranks(ranks, 1)[0],

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,15 +22,14 @@ from meshplan.execute._gloo import GlooWire
 from meshplan.execute._header import tensor_header
 from meshplan.execute._wire import wait_for_group
 from meshplan.planner import Step
-from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
+from meshplan.testing import assert_bitwise_equal, order_sensitive
+from tests.inputs import FLOATS, INTEGERS, draw_leaves, golden_cases
 from tests.marks import full, longest
 from tests.processes import run_ranks
 from tests.steps import make_step
 from tests.traffic import Sent
 
 pytestmark = pytest.mark.processes
-
-GOLDEN = Path(__file__).parent / "golden" / "contract_v1.json"
 
 
 def step(path: str, op: str = "sum", sizes: tuple[int, ...] = (3,), **more: Any) -> Step:
@@ -72,60 +69,24 @@ def groups_of(wanted: Step) -> StepGroups:
     return StepGroups(None, inner=mine(blocks), outer=mine(blocks.t()), gather=gather)
 
 
-def tensor_of(text: str, dtype: str) -> Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=getattr(torch, dtype))
-
-
-def golden_mismatches(file: Path, world_size: int) -> tuple[int, list[str]]:
-    """Cases of ``world_size`` leaves in a golden file, and those that some path gets wrong."""
-    cases = [c for c in json.loads(file.read_text())["cases"] if len(c["inputs"]) == world_size]
-
-    def ranks(rank: int) -> list[str]:
-        wrong = []
-        for number, case in enumerate(cases):
-            expected = tensor_of(case["output"], case["dtype"])
-            contract = Contract(case["order"], case["accumulate"], case["rounding"])
-            divisor = case.get("divisor")
-            if case["op"] == "avg" and divisor is None:
-                divisor = world_size
-            for path in ("exchange", "reference"):
-                wanted = step(
-                    path, case["op"], tuple(case["shape"]), contract=contract, divisor=divisor
-                )
-                found = run(tensor_of(case["inputs"][rank], case["dtype"]), wanted)
-                if bits(found).tolist() != bits(expected).tolist():
-                    wrong.append(f"case {number} {path} on rank {rank}")
-        return wrong
-
-    return len(cases), [line for lines in run_ranks(ranks, world_size) for line in lines]
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, full(4), full(6), full(9), full(16)])
 def test_every_path_matches_the_golden_file(world_size: int) -> None:
-    count, wrong = golden_mismatches(GOLDEN, world_size)
-    assert count >= 4
-    assert wrong == []
+    cases = golden_cases(ranks=world_size)
+    assert len(cases) >= 4
 
+    def ranks(rank: int) -> None:
+        for (number, case), path in itertools.product(enumerate(cases), ("exchange", "reference")):
+            how: dict[str, Any] = {"contract": case.contract, "divisor": case.divisor}
+            found = run(case.leaves[rank], step(path, case.op, case.shape, **how))
+            assert_bitwise_equal(found, case.result, f"case {number} {path}")
 
-DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int32,
-    torch.int64,
-    torch.int8,
-    torch.uint8,
-)
+    run_ranks(ranks, world_size)
 
 
 def draw_all(numels: Sequence[int], world_size: int) -> Iterator[list[Tensor]]:
     """The leaves of all ranks, of every dtype; drawn once, before the ranks are forked."""
-    for numel, dtype in itertools.product(numels, DTYPES):
-        yield [
-            order_sensitive(numel, rank=r, world_size=world_size, dtype=dtype, specials=True)
-            for r in range(world_size)
-        ]
+    for numel, dtype in itertools.product(numels, (*FLOATS, *INTEGERS)):
+        yield draw_leaves(world_size, numel, dtype, specials=True)
 
 
 @pytest.mark.parametrize(("world_size", "sizes"), [(3, (3,)), full(6, (2, 3))])
@@ -281,10 +242,7 @@ def test_hierarchical_shards_equal_flat(
             (torch.float32, Contract(accumulate="float64")),
             (torch.bfloat16, Contract(rounding="node")),
         ):
-            leaves = [
-                order_sensitive(math.prod(shape), rank=r, world_size=world_size, dtype=dtype)
-                for r in range(world_size)
-            ]
+            leaves = draw_leaves(world_size, math.prod(shape), dtype)
             whole = reduce_leaves(leaves, "sum", sizes, contract)
             cases.append((shape, leaves, contract, whole.view(shape)))
 
@@ -346,9 +304,7 @@ def test_hierarchical_sends_less_between_nodes(cut: bool) -> None:
             wanted = step("exchange", sizes=(2, 4), inner=inner, **more)
             groups = groups_of(wanted)
             for dtype in (torch.float32, torch.bfloat16):
-                leaves = [
-                    order_sensitive(numel, rank=r, world_size=8, dtype=dtype) for r in range(8)
-                ]
+                leaves = draw_leaves(8, numel, dtype)
                 with Sent(per_node=4) as sent:
                     result = run(leaves[rank], wanted, groups)
                 whole = reduce_leaves(leaves, "sum", (2, 4))

@@ -27,11 +27,11 @@ from meshplan.errors import (
     ContractError,
     ContractTypeError,
     FallbackRefusedError,
-    MeshplanError,
     PolicyError,
 )
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from tests.processes import run_ranks, warm_compiler
+from tests.refusals import refusal
 
 pytestmark = pytest.mark.processes
 
@@ -47,13 +47,6 @@ def leaf(rank: int, seed: int = 0) -> Tensor:
 def wanted(seed: int = 0, contract: Contract | None = None) -> Tensor:
     leaves = [leaf(rank, seed) for rank in range(RANKS)]
     return reduce_leaves(leaves, "sum", (RANKS,), contract=contract or Contract())
-
-
-def refused(kind: type[Exception], run: Callable[[], object]) -> str:
-    with pytest.raises(MeshplanError) as caught:
-        run()
-    assert type(caught.value) is kind
-    return str(caught.value)
 
 
 def test_call_without_arguments_runs_the_contract() -> None:
@@ -134,19 +127,8 @@ def test_native_path_has_the_bits_of_the_backend() -> None:
 
 
 class TestStrict(TestCase):
-    def test_single_rank_refuses_the_native_path(self) -> None:
-        """Found before anything else, so also where there is nothing to reduce."""
-        one = torch.ones(1)
-        self.assertExpectedInline(
-            refused(
-                FallbackRefusedError,
-                lambda: deterministic_all_reduce(one, path="native", strict=True),
-            ),
-            """MP701: strict=True refuses path='native', which reduces in the backend's own order; pass path='auto', or strict=False""",
-        )
-
     def test_every_entry_point_refuses_the_native_path(self) -> None:
-        """Refused on every rank, and nothing is sent."""
+        """Refused on every rank, and nothing is sent; also by one rank, which has nothing to reduce."""
 
         def ranks(rank: int) -> list[str]:
             given = leaf(rank)
@@ -173,7 +155,7 @@ class TestStrict(TestCase):
                 lambda: ops.all_reduce_(given.to(torch.bool), *how),
                 lambda: ops.reduce_scatter(given, 0, [500, 500], *how),
             ]
-            said = {refused(FallbackRefusedError, run) for run in eager}
+            said = {refusal(FallbackRefusedError, run) for run in eager}
 
             def compiled(x: Tensor) -> Tensor:
                 return functional.all_reduce(x * 2, path="native", strict=True)
@@ -185,9 +167,13 @@ class TestStrict(TestCase):
             return sorted(said)
 
         warm_compiler()
-        found = run_ranks(ranks, 2)
-        assert found[0] == found[1]
-        assert len(found[0]) == 1
+        native: dict[str, Any] = {"path": "native", "strict": True}
+        alone = refusal(FallbackRefusedError, deterministic_all_reduce, torch.ones(1), **native)
+        assert run_ranks(ranks, 2) == [[alone]] * 2
+        self.assertExpectedInline(
+            alone,
+            """MP701: strict=True refuses path='native', which reduces in the backend's own order; pass path='auto', or strict=False""",
+        )
 
     def test_operators_check_what_functions_check(self) -> None:
         """A graph may name any mode: none of them reaches the backend's order by accident."""
@@ -205,9 +191,9 @@ class TestStrict(TestCase):
                 (ContractError, one, "auto", "mean"),
             ):
                 how = (path, op, once, False, name)
-                said.append(refused(kind, lambda t=tensor, how=how: ops.all_reduce(t, *how)))
-                assert refused(kind, lambda t=tensor, how=how: ops.all_reduce_(t, *how)) == said[-1]
-                refused(kind, lambda t=tensor, how=how: ops.reduce_scatter(t, 0, [1, 1], *how))
+                said.append(refusal(kind, ops.all_reduce, tensor, *how))
+                assert refusal(kind, ops.all_reduce_, tensor, *how) == said[-1]
+                refusal(kind, ops.reduce_scatter, tensor, 0, [1, 1], *how)
             assert not meshplan.report().entries
             return said
 
@@ -249,29 +235,13 @@ def test_gather_gradient_is_under_the_contract() -> None:
 
 
 class TestGather(TestCase):
-    def test_gradient_arguments_are_checked_in_the_forward(self) -> None:
-        one = torch.ones(1, requires_grad=True)
-        said = [
-            refused(PolicyError, lambda: functional.all_gather(one, path="ring")),
-            refused(
-                ContractError,
-                lambda: functional.all_gather(one, path="native", contract=Contract("rank")),
-            ),
-        ]
-        self.assertExpectedInline(
-            "\n".join(said),
-            """\
-MP402: no path 'ring'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'halving', 'integer', 'integer_checksum', 'reference', 'native'
-MP411: path='native' adds in the backend's own order, got contract=v1/rank/wide/once; leave contract out, or pass another path, such as path='auto'""",
-        )
-
     def test_gradient_dtype_outside_the_contract_is_refused(self) -> None:
         """No dtype is reduced in the backend's order because a gradient asks for it."""
 
         def ranks(rank: int) -> str:
             weights = torch.ones(2, dtype=torch.float8_e5m2).requires_grad_()
             whole = functional.all_gather(weights)
-            return refused(
+            return refusal(
                 ContractTypeError, lambda: whole.backward(torch.ones(4, dtype=whole.dtype))
             )
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 import shutil
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,15 +19,16 @@ from meshplan.contract import Contract
 from meshplan.definition import partial_dtype
 from meshplan.kernel import _device_peers
 from meshplan.kernel._device_peers import launch_fold
-from meshplan.testing import bits, order_sensitive
-from tests.devices import CONTRACTS, FLOATS, FOLDS, GOLDEN, INTEGERS, Emulated, at_byte
+from meshplan.testing import bits
+from tests.devices import CONTRACTS, FOLDS, Emulated, at_byte
+from tests.inputs import FLOATS, INTEGERS, arithmetics, draw_leaves, golden_cases
 
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not())),
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: no GPU is emulated"),
 ]
-OPS = ("sum", "avg", "product", "max", "min")
+leaves_of = partial(draw_leaves, specials=True)
 SHAPES = (*((n,) for n in range(1, 18)), (32,), (72,), (2, 4), (3, 5), (4, 3, 2), (9, 9))
 
 
@@ -84,43 +85,23 @@ def launches(device: Emulated) -> int:
     return sum(line.startswith("launch") for line in device.history())
 
 
-def leaves_of(count: int, numel: int, dtype: torch.dtype, **more: Any) -> list[Tensor]:
-    ranks = max(2, count)
-    return [
-        order_sensitive(numel, rank=r, world_size=ranks, dtype=dtype, specials=True, **more)
-        for r in range(count)
-    ]
-
-
 def wrong_kernels(device: Emulated, shapes: Sequence[tuple[int, ...]], numel: int) -> list[str]:
     """Every operation, dtype, order and rounding that differs from the CPU's."""
     wrong = []
     for dtype, shape in itertools.product((*FLOATS, *INTEGERS), shapes):
         leaves = leaves_of(math.prod(shape), numel, dtype)
-        for op in OPS:
-            linear = dtype in FLOATS and op in ("sum", "avg", "product")
-            for contract in CONTRACTS if linear else CONTRACTS[:2]:
-                if (op == "avg" and dtype in INTEGERS) or (
-                    op == "product" and contract.ordering.exact
-                ):
-                    continue
-                expected = kernel.reduce_leaves(leaves, op, shape, contract)  # type: ignore[arg-type]
-                if not have_equal_bits(fold(device, leaves, op, shape, contract), expected):
-                    wrong.append(f"{dtype} {op} {shape} {contract.id}")
+        for op, contract in arithmetics(dtype, CONTRACTS):
+            expected = kernel.reduce_leaves(leaves, op, shape, contract)  # type: ignore[arg-type]
+            if not have_equal_bits(fold(device, leaves, op, shape, contract), expected):
+                wrong.append(f"{dtype} {op} {shape} {contract.id}")
     return wrong
 
 
 def test_golden_vectors_match(device: Emulated) -> None:
-    for name in ("contract_v1.json", "exact_v1.json"):
-        for case in json.loads((GOLDEN.parent / name).read_text())["cases"]:
-            dtype = getattr(torch, case["dtype"])
-            leaves = [torch.frombuffer(bytearray.fromhex(t), dtype=dtype) for t in case["inputs"]]
-            contract = Contract(case["order"], case["accumulate"], case["rounding"])
-            found = fold(
-                device, leaves, case["op"], case["shape"], contract, divisor=case.get("divisor")
-            )
-            expected = torch.frombuffer(bytearray.fromhex(case["output"]), dtype=dtype)
-            assert have_equal_bits(found, expected), case
+    for case in golden_cases("contract_v1", "exact_v1"):
+        leaves, op, shape, contract, divisor, result = case
+        found = fold(device, leaves, op, shape, contract, divisor=divisor)
+        assert have_equal_bits(found, result), case
 
 
 def test_every_kernel_and_shape_matches_the_cpu(device: Emulated) -> None:

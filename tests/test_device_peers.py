@@ -64,7 +64,6 @@ def test_every_block_has_a_piece(longest: int, expected: tuple[int, int]) -> Non
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8, 9])
 def test_golden_vectors_and_sizes_match(world_size: int) -> None:
     def ranks(rank: int) -> list[str]:
-        torch.set_num_threads(1)
         connect_ranks(Emulated(), range(world_size), lanes=3)
         wrong = wrong_golden(rank, world_size, "cpu")
         large = 70_001 if world_size < 6 else 20_001
@@ -83,7 +82,6 @@ def test_every_kernel_matches_the_definition(
     world_size = math.prod(shape)
 
     def ranks(rank: int) -> list[str]:
-        torch.set_num_threads(1)
         connect_ranks(Emulated(kind), range(world_size), lanes=2)
         return wrong_arithmetic(rank, shape, "cpu", 37)
 
@@ -95,7 +93,6 @@ def test_any_number_of_lanes_has_the_same_bits(lanes: int) -> None:
     """Any number of blocks and lanes."""
 
     def ranks(rank: int) -> list[str]:
-        torch.set_num_threads(1)
         connect_ranks(Emulated(), range(3), lanes=lanes)
         return wrong_sizes(rank, 3, "cpu", (1, 17, 40_001))
 
@@ -106,7 +103,6 @@ def test_large_message_uses_all_blocks() -> None:
     """No limit of size."""
 
     def ranks(rank: int) -> list[str]:
-        torch.set_num_threads(1)
         # The GPU with fewer processors decides how many blocks run at once.
         device = Emulated(processors=5 if rank == 0 else 7)
         connect_ranks(device, range(2), lanes=4)
@@ -125,7 +121,6 @@ def test_large_message_uses_all_blocks() -> None:
 class TestFaults(TestCase):
     def test_a_missing_rank_is_named_at_the_next_call(self) -> None:
         def ranks(rank: int) -> list[str]:
-            torch.set_num_threads(1)
             found = connect_ranks(Emulated(), range(3), lanes=2)
             assert isinstance(found, DeviceCommunicator)
             ones = torch.ones(20)
@@ -159,7 +154,6 @@ class TestFaults(TestCase):
 
     def test_differing_calls_are_named_on_every_rank(self) -> None:
         def ranks(rank: int) -> tuple[int, str]:
-            torch.set_num_threads(1)
             connect_ranks(Emulated(), range(3), timeout=60.0, lanes=2)
             numbers = torch.ones(4000 if rank != 1 else 8, dtype=torch.int32)
             result = reduce_peers(numbers, (3,), "two_shot")
@@ -178,7 +172,6 @@ class TestFaults(TestCase):
 
     def test_communicator_is_remade_after_all_ranks_close(self) -> None:
         def ranks(rank: int) -> list[bool]:
-            torch.set_num_threads(1)
             device = Emulated()
             found = connect_ranks(device, range(2), lanes=2)
             assert isinstance(found, DeviceCommunicator)
@@ -304,7 +297,6 @@ class TestTimedGpus(TestCase):
         }
 
         def ranks(rank: int) -> list[str]:
-            torch.set_num_threads(1)
             device, found = Emulated(), []
             _connect.device_of = lambda index: device  # type: ignore[assignment]
             torch.cuda.current_device = lambda: 0
@@ -350,7 +342,6 @@ def group_of_two() -> Group:
 
 def test_shared_device_memory_is_logged() -> None:
     def ranks(rank: int) -> tuple[bool, list[str]]:
-        torch.set_num_threads(1)
         lines: list[str] = []
         log = logging.getLogger("meshplan")
         log.setLevel(logging.INFO)

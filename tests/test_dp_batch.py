@@ -9,6 +9,7 @@ from expecttest import assert_expected_inline
 from meshplan.errors import ContractError
 from meshplan.testing.dp import split_batch
 from meshplan.testing.dp._leaves import copy_range
+from tests.refusals import refusals
 
 
 @pytest.mark.parametrize(
@@ -45,14 +46,8 @@ def test_batches_that_do_not_divide_are_errors() -> None:
         lambda: split_batch((torch.ones(3, 2), torch.tensor(1.0)), 1),
         lambda: split_batch([None, 3], 1),
     ]
-    messages = []
-    for call in calls:
-        with pytest.raises(ValueError, match="MP411") as caught:
-            call()
-        assert type(caught.value) is ContractError
-        messages.append(str(caught.value))
     assert_expected_inline(
-        "\n".join(messages),
+        refusals(ContractError, calls),
         """\
 MP411: a batch of 10 samples does not divide by 4 ranks, 2 would be left over; pass another batch, or uneven=True for parts that differ by one
 MP411: a batch of 12 samples in leaves of 2 does not divide by 4 ranks, 2 would be left over; pass another batch, or uneven=True for parts that differ by one

@@ -15,6 +15,7 @@ from meshplan.errors import ContractTypeError, MeshplanError
 from meshplan.testing import assert_bitwise_equal, bits
 from meshplan.testing.dp import compare_gradients, sample_gradients
 from tests.gradients import Dot, batch_of, dot_loss, mlp, mlp_batch, squared_error
+from tests.refusals import refusal
 
 
 def test_leaves_are_the_gradients_of_single_samples() -> None:
@@ -247,15 +248,14 @@ def test_unsupported_models_losses_and_batches_are_errors() -> None:
         (mlp(), squared_error, {"start": -1}),
         (mlp(), squared_error, {"start": 3, "samples_per_leaf": 2}),
     ]
-    messages = []
-    for model, loss, options in calls:
-        with pytest.raises(MeshplanError) as caught:
-            list(sample_gradients(model, loss, x, y, **options))
-        messages.append(str(caught.value))
-    sparse = nn.Embedding(5, 2, sparse=True)
-    with pytest.raises(ContractTypeError) as caught:
-        list(sample_gradients(sparse, lambda o, _: o.sum(), torch.ones(2, 3).long(), None))
-    messages.append(str(caught.value))
+
+    def run(model: nn.Module, loss: Any, options: dict[str, Any]) -> None:
+        list(sample_gradients(model, loss, x, y, **options))
+
+    messages = [refusal(MeshplanError, run, *call) for call in calls]
+    embedding, ids = nn.Embedding(5, 2, sparse=True), torch.ones(2, 3).long()
+    leaves = sample_gradients(embedding, lambda o, _: o.sum(), ids, None)
+    messages.append(refusal(ContractTypeError, next, leaves))
     assert_expected_inline(
         "\n".join(messages),
         """\

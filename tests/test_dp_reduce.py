@@ -25,6 +25,7 @@ from meshplan.testing.dp import (
 )
 from meshplan.testing.dp._reduce import Reduction, reduce_range
 from tests.gradients import Dot, batch_of, dot_loss, mlp, mlp_batch, squared_error
+from tests.refusals import refusal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 WORLDS = (1, 2, 3, 4, 5, 7, 8)
@@ -170,14 +171,12 @@ def test_invalid_arguments_are_errors() -> None:
         {"world": [3, 3], "samples_per_leaf": 2},
         {"contract": Contract(order="rank")},
     ]
-    messages = []
-    for options in calls:
-        with pytest.raises(MeshplanError) as caught:
-            dp_gradients(model, squared_error, x, y, **options)
-        messages.append(str(caught.value))
-    with pytest.raises(MeshplanError) as caught:
-        dp_gradients(model, squared_error, x[:0], y[:0], world=2)
-    messages.append(str(caught.value))
+    messages = [
+        refusal(MeshplanError, dp_gradients, model, squared_error, x, y, **options)
+        for options in calls
+    ]
+    nothing = model, squared_error, x[:0], y[:0]
+    messages.append(refusal(MeshplanError, dp_gradients, *nothing, world=2))
     assert_expected_inline(
         "\n".join(messages),
         """\

@@ -52,7 +52,6 @@ def cases(world_size: int) -> Iterator[Case]:
 
 def wrong_paths(rank: int, world_size: int, known: list[Case]) -> list[str]:
     """What differs on this rank."""
-    torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (world_size,))
     layout = Layout.from_mesh(mesh)
     group = registry().get(mesh, layout, (0,), token=Record.of(use="test"), peers="always")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from meshplan import kernel
 from meshplan.definition import reduce_leaves
 from meshplan.errors import PeerTimeoutError
-from meshplan.kernel import DeviceCommunicator, Ipc, Symmetric, check, device_of
+from meshplan.kernel import DeviceCommunicator, Ipc, Symmetric, Transport, check, device_of
 from meshplan.kernel._device_code import sources
 from meshplan.kernel._driver import loaded_files
 from meshplan.testing import order_sensitive
@@ -69,6 +69,18 @@ def ready(rank: int) -> None:
     torch.cuda.set_device(rank % torch.cuda.device_count())
 
 
+def connect(
+    rank: int, world_size: int, *transports: Transport, timeout: float = 60.0
+) -> DeviceCommunicator:
+    """Of this rank, over IPC if no transports are given."""
+    ready(rank)
+    found = connect_ranks(
+        None, range(world_size), transports=transports or (Ipc(),), timeout=timeout
+    )
+    assert isinstance(found, DeviceCommunicator), found
+    return found
+
+
 @pytest.fixture(scope="module")
 def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All ranks in one launch, compiled for this GPU."""
@@ -107,9 +119,7 @@ def test_compute_sanitizer_finds_nothing(fused: Path, tool: str) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_processes_reduce_over_ipc(world_size: int) -> None:
     def ranks(rank: int) -> list[str]:
-        ready(rank)
-        found = connect_ranks(None, range(world_size), transports=(Ipc(),), timeout=60.0)
-        assert isinstance(found, DeviceCommunicator), found
+        found = connect(rank, world_size)
         wrong = wrong_golden(rank, world_size, "cuda")
         wrong += wrong_sizes(rank, world_size, "cuda", (0, 1, 3, 8, 17, 4095, 4097, (1 << 20) + 3))
         torch.cuda.synchronize()
@@ -125,9 +135,7 @@ def test_every_offset_has_the_same_bits(world_size: int) -> None:
     """A GPU stops at an access that is not aligned."""
 
     def ranks(rank: int) -> list[str]:
-        ready(rank)
-        found = connect_ranks(None, range(world_size), transports=(Ipc(),), timeout=60.0)
-        assert isinstance(found, DeviceCommunicator), found
+        connect(rank, world_size)
         wrong = wrong_offsets(rank, world_size, "cuda", (37, 40_011))
         torch.cuda.synchronize()
         check()
@@ -141,9 +149,7 @@ def test_every_kernel_matches_the_definition(shape: tuple[int, ...]) -> None:
     world_size = 3 if shape == (3,) else 4
 
     def ranks(rank: int) -> list[str]:
-        ready(rank)
-        found = connect_ranks(None, range(world_size), transports=(Ipc(),), timeout=60.0)
-        assert isinstance(found, DeviceCommunicator), found
+        connect(rank, world_size)
         return wrong_arithmetic(rank, shape, "cuda", 4099)
 
     assert run_ranks(ranks, world_size, timeout=500) == [[]] * world_size
@@ -155,8 +161,7 @@ def test_swapped_mappings_are_found() -> None:
     def ranks(rank: int) -> tuple[str, list[str]]:
         ready(rank)
         said = str(connect_ranks(None, range(3), transports=(Swapped(),), timeout=30.0))
-        found = connect_ranks(None, range(3), transports=(Swapped(), Ipc()), timeout=60.0)
-        assert isinstance(found, DeviceCommunicator), found
+        connect(rank, 3, Swapped(), Ipc())
         wrong = wrong_sizes(rank, 3, "cuda", (17, 10_001))
         torch.cuda.synchronize()
         check()
@@ -183,10 +188,7 @@ def test_symmetric_memory_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
 
     def ranks(rank: int) -> list[str]:
-        ready(rank)
-        name = dist.group.WORLD.group_name
-        found = connect_ranks(None, range(2), transports=(Symmetric(name),), timeout=60.0)
-        assert isinstance(found, DeviceCommunicator), found
+        connect(rank, 2, Symmetric(dist.group.WORLD.group_name))
         return wrong_golden(rank, 2, "cuda") + wrong_sizes(rank, 2, "cuda", (1, 17, 100_003))
 
     assert run_ranks(ranks, 2, timeout=300) == [[]] * 2
@@ -194,8 +196,7 @@ def test_symmetric_memory_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_graph_is_captured_and_replayed_between_eager_calls() -> None:
     def ranks(rank: int) -> list[bool]:
-        ready(rank)
-        assert isinstance(connect_ranks(None, range(2), transports=(Ipc(),)), DeviceCommunicator)
+        connect(rank, 2)
         static = torch.zeros(50_001, device="cuda")
         reduce_peers(static, (2,), "two_shot")
         torch.cuda.synchronize()
@@ -221,8 +222,7 @@ def test_a_graph_is_captured_and_replayed_between_eager_calls() -> None:
 
 def test_two_streams_of_one_rank_do_not_race() -> None:
     def ranks(rank: int) -> list[bool]:
-        ready(rank)
-        assert isinstance(connect_ranks(None, range(2), transports=(Ipc(),)), DeviceCommunicator)
+        connect(rank, 2)
         streams = [torch.cuda.Stream() for _ in range(3)]
         leaves = [order_sensitive(200_003, rank=r, world_size=2) for r in range(2)]
         mine = leaves[rank].cuda()
@@ -244,9 +244,7 @@ def test_streams_and_graphs_are_in_one_order(program: str) -> None:
     """Calls of one communicator, each of other numbers; inputs stay, so that replays repeat bits."""
 
     def ranks(rank: int) -> list[bool]:
-        ready(rank)
-        found = connect_ranks(None, range(2), transports=(Ipc(),), timeout=60.0)
-        assert isinstance(found, DeviceCommunicator), found
+        connect(rank, 2)
         one, two, three = (torch.cuda.Stream() for _ in range(3))
         started: list[tuple[torch.Tensor, torch.Tensor]] = []
         inputs = []
@@ -304,9 +302,7 @@ def test_queued_calls_after_a_failure_are_errors(world_size: int) -> None:
     """The hosts run ahead; one rank comes when the others have given up, and may be told at once."""
 
     def ranks(rank: int) -> list[str]:
-        ready(rank)
-        found = connect_ranks(None, range(world_size), transports=(Ipc(),), timeout=3.0)
-        assert isinstance(found, DeviceCommunicator), found
+        connect(rank, world_size, timeout=3.0)
         calls = []
         for seed in range(8):
             leaves = [
@@ -352,9 +348,7 @@ def test_queued_calls_after_a_failure_are_errors(world_size: int) -> None:
 
 def test_absent_rank_is_named() -> None:
     def ranks(rank: int) -> str:
-        ready(rank)
-        found = connect_ranks(None, range(3), transports=(Ipc(),), timeout=3.0)
-        assert isinstance(found, DeviceCommunicator), found
+        connect(rank, 3, timeout=3.0)
         ones = torch.ones(1000, device="cuda")
         reduce_peers(ones, (3,), "two_shot")
         torch.cuda.synchronize()
@@ -380,10 +374,8 @@ def test_kernels_compile_at_first_use(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("meshplan.kernel._device_code.prebuilt", lambda: None)
 
     def ranks(rank: int) -> list[str]:
-        ready(rank)
         device_of.cache_clear()
-        found = connect_ranks(None, range(2), transports=(Ipc(),), timeout=60.0)
-        assert isinstance(found, DeviceCommunicator), found
+        connect(rank, 2)
         return wrong_sizes(rank, 2, "cuda", (17, 10_001))
 
     assert run_ranks(ranks, 2, timeout=300) == [[]] * 2

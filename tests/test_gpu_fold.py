@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +16,8 @@ from meshplan import definition, kernel
 from meshplan.contract import Contract
 from meshplan.kernel import device_of
 from meshplan.kernel._device_peers import fold_device
-from meshplan.testing import order_sensitive
-from tests.devices import CONTRACTS, FLOATS, GOLDEN, INTEGERS, at_byte, have_equal_bits
+from tests.devices import CONTRACTS, at_byte, have_equal_bits
+from tests.inputs import FLOATS, INTEGERS, OPS, GoldenCase, draw_leaves, golden_cases
 from tests.processes import run_ranks
 from tests.test_gpu import gpus
 
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(gpus() == 0, reason="no GPU"),
     pytest.mark.timeout(600),
 ]
-OPS = ("sum", "avg", "product", "max", "min")
+leaves_of = partial(draw_leaves, specials=True)
 SHAPES = ((1,), (2,), (3,), (4,), (5,), (7,), (8,), (16,), (32,), (72,), (300,), (3, 5), (4, 2, 2))
 
 
@@ -41,32 +41,13 @@ def alone(program: Callable[[], Any]) -> Any:
     return run_ranks(ranks, 1, timeout=500, init=False)[0]
 
 
-def leaves_of(count: int, numel: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    return [
-        order_sensitive(
-            numel, rank=r, world_size=max(2, count), dtype=dtype, seed=seed, specials=True
-        )
-        for r in range(count)
-    ]
-
-
-def wrong_golden() -> list[dict[str, Any]]:
+def wrong_golden() -> list[GoldenCase]:
     wrong = []
-    for name in ("contract_v1.json", "exact_v1.json"):
-        for case in json.loads((GOLDEN.parent / name).read_text())["cases"]:
-            dtype = getattr(torch, case["dtype"])
-            rows = [torch.frombuffer(bytearray.fromhex(t), dtype=dtype) for t in case["inputs"]]
-            contract = Contract(case["order"], case["accumulate"], case["rounding"])
-            found = kernel.reduce_leaves(
-                [row.cuda() for row in rows],
-                case["op"],
-                case["shape"],
-                contract,
-                divisor=case.get("divisor"),
-            )
-            expected = torch.frombuffer(bytearray.fromhex(case["output"]), dtype=dtype)
-            if not have_equal_bits(found, expected):
-                wrong.append(case)
+    for case in golden_cases("contract_v1", "exact_v1"):
+        there = [leaf.cuda() for leaf in case.leaves]
+        found = kernel.reduce_leaves(there, *case[1:4], divisor=case.divisor)  # type: ignore[arg-type]
+        if not have_equal_bits(found, case.result):
+            wrong.append(case)
     return wrong
 
 
@@ -77,7 +58,7 @@ def test_golden_vectors_match() -> None:
 def wrong_kernels() -> list[str]:
     """Kernels, and the definition in torch's own ones, that differ from the CPU's bits."""
     wrong = []
-    for dtype, shape in itertools.product((*FLOATS, *INTEGERS), SHAPES):
+    for shape, dtype in itertools.product(SHAPES, (*FLOATS, *INTEGERS)):
         leaves = leaves_of(math.prod(shape), 4099, dtype)
         there = [leaf.cuda() for leaf in leaves]
         for op, contract in itertools.product(OPS, CONTRACTS):
@@ -103,9 +84,9 @@ def wrong_halves() -> list[str]:
         raised = patterns.float()
         near = [raised, raised * (1 + 2**-11), raised * (1 - 2**-11), raised * (1 + 2**-8)]
         near += [torch.nextafter(value, torch.tensor(math.inf)) for value in tuple(near)]
-        for number, partial in enumerate(near):
+        for number, raw in enumerate(near):
             words = "sum", (1,), Contract(), dtype
-            expected = definition.finish_partials([partial], *words)  # type: ignore[arg-type]
+            expected = definition.finish_partials([raw], *words)  # type: ignore[arg-type]
             found = kernel.finish_partials([partial.cuda()], *words)  # type: ignore[arg-type]
             if not have_equal_bits(found, expected):
                 wrong.append(f"{dtype} {number}")

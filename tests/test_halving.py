@@ -193,7 +193,6 @@ def compare_all_ranks(shape: tuple[int, ...]) -> None:
 def compare_on_rank(rank: int, shape: tuple[int, ...]) -> None:
     """All-reduces and reduce-scatters; the messages are those of the schedule."""
     ranks = math.prod(shape)
-    torch.set_num_threads(1)
     plan = halving_schedule(shape, rank)
     for at_once, numel, op, dtype, contract in CALLS:
         _gloo.MOST_AT_ONCE = at_once

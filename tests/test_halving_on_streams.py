@@ -55,7 +55,6 @@ def leaves_of(ranks: int, seed: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def reduce_on_streams(rank: int, wanted: Step, dtype: torch.dtype) -> dict[str, Any]:
-    torch.set_num_threads(1)
     emulated.emulate()
     groups, ranks = groups_of(wanted), wanted.group_size
     right: dict[str, bool] = {}
@@ -129,7 +128,6 @@ def test_blocks_reduce_slices_of_one_element_exactly(scatter: bool) -> None:
         wanted = replace(wanted, kind="reduce_scatter", scatter=((0, 0), (1, 0)))
 
     def wrong_numels(rank: int) -> list[int]:
-        torch.set_num_threads(1)
         emulated.emulate()
         groups, wrong = groups_of(wanted), []
         for numel in (1, 3, 4, 5, 9):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import json
 import math
 import re
 from pathlib import Path
@@ -22,37 +21,21 @@ from meshplan import definition, kernel
 from meshplan._installation import Installation
 from meshplan.contract import Contract
 from meshplan.definition import partial_dtype
-from meshplan.errors import ContractError, ContractStateError, ContractTypeError
+from meshplan.errors import ContractError, ContractTypeError
 from meshplan.kernel import _library
 from meshplan.orders import ORDERS
-from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
-
-FOLDER = Path(__file__).parent / "golden"
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-CONTRACTS = tuple(
-    Contract(*words)  # type: ignore[arg-type]
-    for words in itertools.product(("tree", "rank"), ("wide", "float64"), ("once", "node"))
-)
-OPS = ("sum", "avg", "product", "max", "min")
+from meshplan.testing import assert_bitwise_equal, order_sensitive
+from tests.inputs import FLOATS, INTEGERS, OPS, at_byte, draw_leaves, golden_cases
+from tests.strategies import CONTRACTS
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not()))
 
 
-@pytest.mark.parametrize("name", ["contract_v1.json", "exact_v1.json"])
-def test_compiled_reductions_match_the_golden_file(name: str) -> None:
-    for case in json.loads((FOLDER / name).read_text())["cases"]:
-        dtype = getattr(torch, case["dtype"])
-        leaves = [torch.frombuffer(bytearray.fromhex(t), dtype=dtype) for t in case["inputs"]]
-        found = kernel.reduce_leaves(
-            leaves,
-            case["op"],
-            case["shape"],
-            Contract(case["order"], case["accumulate"], case["rounding"]),
-            divisor=case.get("divisor"),
-        )
-        expected = torch.frombuffer(bytearray.fromhex(case["output"]), dtype=dtype)
-        assert bits(found).tolist() == bits(expected).tolist(), case
+def test_compiled_reductions_match_the_golden_files() -> None:
+    for case in golden_cases("contract_v1", "exact_v1"):
+        leaves, op, shape, contract, divisor, result = case
+        found = kernel.reduce_leaves(leaves, op, shape, contract, divisor=divisor)  # type: ignore[arg-type]
+        assert_bitwise_equal(found, result, str(case))
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS], ids=str)
@@ -63,10 +46,7 @@ def test_compiled_reductions_match_the_golden_file(name: str) -> None:
 )
 def test_all_contracts_match_the_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     count = math.prod(shape)
-    leaves = [
-        order_sensitive(1037, rank=r, world_size=max(2, count), dtype=dtype, specials=True)
-        for r in range(count)
-    ]
+    leaves = draw_leaves(count, 1037, dtype, specials=True)
     for op, contract in itertools.product(OPS, CONTRACTS):
         if op == "avg" and dtype in INTEGERS:
             continue
@@ -82,23 +62,11 @@ def test_all_contracts_match_the_definition(shape: tuple[int, ...], dtype: torch
 def test_any_length_and_alignment_match_the_definition(dtype: torch.dtype) -> None:
     """Tiles that are not full, and leaves that start at any byte."""
 
-    def at(offset: int, values: Tensor) -> Tensor:
-        # Torch asks for aligned storage offsets, the library does not.
-        store = torch.empty(values.numel() * values.itemsize + 16, dtype=torch.uint8)
-        raw = values.reshape(-1).view(torch.uint8)
-        store[offset : offset + raw.numel()] = raw
-        return torch.frombuffer(
-            store.numpy().data, dtype=dtype, count=values.numel(), offset=offset
-        )
-
     for numel in (0, 1, 3, 7, 8, 15, 16, 17, 31, 33, 1023, 1024, 1025, 4095, 4097):
-        leaves = [
-            order_sensitive(numel, rank=r, world_size=5, dtype=dtype, specials=True)
-            for r in range(5)
-        ]
+        leaves = draw_leaves(5, numel, dtype, specials=True)
         expected = definition.reduce_leaves(leaves, "sum", (5,))
         for offset in range(16 if numel == 17 else 1):
-            moved = [at(offset, leaf) for leaf in leaves] if numel else leaves
+            moved = [at_byte(leaf, offset) for leaf in leaves] if numel else leaves
             assert_bitwise_equal(kernel.reduce_leaves(moved, "sum", (5,)), expected, f"{offset}")
     whole = [order_sensitive(5000, rank=r, world_size=5, dtype=dtype) for r in range(5)]
     full = kernel.reduce_leaves(whole, "sum", (5,))
@@ -181,9 +149,7 @@ def test_any_bit_pattern_matches_the_definition(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int32], ids=str)
 def test_two_parts_equal_one_reduction(dtype: torch.dtype) -> None:
-    leaves = [
-        order_sensitive(333, rank=r, world_size=8, dtype=dtype, specials=True) for r in range(8)
-    ]
+    leaves = draw_leaves(8, 333, dtype, specials=True)
     for op, contract in itertools.product(("sum", "product", "max"), CONTRACTS):
         if contract.order == "rank" and op != "max" and dtype.is_floating_point:
             continue
@@ -217,15 +183,6 @@ def test_errors_match_the_definition() -> None:
                 wrong(module)
             messages.append((type(caught.value), str(caught.value)))
         assert messages[0] == messages[1]
-
-
-def test_a_thread_that_flushes_subnormals_is_refused() -> None:
-    torch.set_flush_denormal(True)
-    try:
-        with pytest.raises(ContractStateError):
-            kernel.reduce_leaves([torch.ones(3)] * 2, "sum", (2,))
-    finally:
-        torch.set_flush_denormal(False)
 
 
 def test_orders_have_the_codes_of_the_library() -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from meshplan import kernel
 from meshplan.definition import reduce_leaves
@@ -71,7 +70,6 @@ def test_lost_writes_are_found_and_the_next_transport_is_taken(
                 os.environ.pop("EMULATED_LOST_WRITES", None)
 
     def ranks(rank: int) -> tuple[str, bool]:
-        torch.set_num_threads(1)
         said = connect_ranks(
             Emulated(kind), range(size), transports=(Lossy(),), timeout=5.0, lanes=2
         )
@@ -97,7 +95,6 @@ def test_swapped_mappings_are_found(writer: int) -> None:
     first, second = (r for r in range(3) if r != writer)
 
     def ranks(rank: int) -> str:
-        torch.set_num_threads(1)
         transport = Swapped(rank=writer, peers=(first, second))
         return str(
             connect_ranks(Emulated(), range(3), transports=(transport,), timeout=5.0, lanes=2)

@@ -17,11 +17,11 @@ from meshplan.kernel import _device_peers
 from meshplan.kernel._device_peers import BATCH, STAGED_WAITING, TABLE_LEAVES, fold_plan, plan_of
 from meshplan.kernel._library import MAX_PEERS
 from meshplan.orders import ORDERS
-from meshplan.testing import bits, order_sensitive
-from tests.devices import CONTRACTS, FLOATS, INTEGERS
+from meshplan.testing import bits
+from tests.devices import CONTRACTS
+from tests.inputs import FLOATS, INTEGERS, arithmetics, draw_leaves
 from tests.peer_folds import PeerFolds
 
-OPS = ("sum", "avg", "product", "max", "min")
 # Of one axis, of several that reduce as one does, and of others.
 SHAPES = (
     *((n,) for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 32, 72)),
@@ -101,15 +101,9 @@ def wrong_folds(
 ) -> list[str]:
     """Results and copies that differ from the definition, of every operation and rounding."""
     wrong, count = [], math.prod(shape)
-    for dtype, op in itertools.product(dtypes, OPS):
-        linear = dtype in FLOATS and op in ("sum", "avg", "product")
-        leaves = [
-            order_sensitive(numel, rank=r, world_size=max(count, 2), dtype=dtype, specials=True)
-            for r in range(count)
-        ]
-        for contract in CONTRACTS if linear else CONTRACTS[:2]:
-            if (op == "avg" and dtype in INTEGERS) or (op == "product" and contract.ordering.exact):
-                continue
+    for dtype in dtypes:
+        leaves = draw_leaves(count, numel, dtype, specials=True)
+        for op, contract in arithmetics(dtype, CONTRACTS):
             expected = reduce_leaves(leaves, op, shape, contract)  # type: ignore[arg-type]
             # The last rank's leaf is alone in its batch, or not at the start of it.
             for rank, offset in ((0, 0), (count - 1, dtype.itemsize), (count // 2, 8)):
@@ -136,9 +130,7 @@ def test_every_alignment_has_the_bits_of_the_definition(
 ) -> None:
     for dtype, numel in itertools.product((*FLOATS, torch.uint8), (1, 15, 67)):
         count = math.prod(shape)
-        leaves = [
-            order_sensitive(numel, rank=r, world_size=count, dtype=dtype) for r in range(count)
-        ]
+        leaves = draw_leaves(count, numel, dtype)
         for op, contract in (("sum", Contract()), ("max", Contract()), ("sum", Contract("exact"))):
             expected = reduce_leaves(leaves, op, shape, contract)  # type: ignore[arg-type]
             for offset in range(0, 16, dtype.itemsize):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
 import re
@@ -37,8 +36,8 @@ from meshplan.flatten._connect import connect
 from meshplan.flatten._join import members_of
 from meshplan.kernel import Communicator
 from meshplan.kernel._communicator import Arithmetic, _communicators
-from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
-from tests.inputs import at_byte
+from meshplan.testing import assert_bitwise_equal, order_sensitive
+from tests.inputs import FLOATS, INTEGERS, OPS, at_byte, draw_leaves, golden_cases
 from tests.marks import full
 from tests.processes import (
     arrive,
@@ -48,13 +47,13 @@ from tests.processes import (
     wait_for,
     warm_compiler,
 )
+from tests.strategies import CONTRACTS
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not())),
 ]
 
-GOLDEN = Path(__file__).parent / "golden" / "contract_v1.json"
 PATHS = ("one_shot", "two_shot")
 NUMELS = (0, 1, 3, 7, 8, 15, 16, 17, 4095, 4097)
 P, R, S = Partial(), Replicate(), Shard
@@ -104,37 +103,12 @@ def repeat(times: int, d: DTensor) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 5, full(4), full(6), full(9), full(16)])
 def test_golden_vectors_and_sizes_match(world_size: int) -> None:
     """Under ``rank`` a left fold over the ranks, for any number of elements."""
-    cases = [c for c in json.loads(GOLDEN.read_text())["cases"] if len(c["inputs"]) == world_size]
+    cases = golden_cases(ranks=world_size)
 
-    def golden(rank: int) -> list[str]:
-        wrong = []
-        for number, case in enumerate(cases):
-            dtype = getattr(torch, case["dtype"])
-            mine = torch.frombuffer(bytearray.fromhex(case["inputs"][rank]), dtype=dtype)
-            expected = torch.frombuffer(bytearray.fromhex(case["output"]), dtype=dtype)
-            average = case.get("divisor") or world_size
-            for path in PATHS:
-                found = reduced(
-                    mine,
-                    world_size,
-                    path,
-                    op=case["op"],
-                    shape=tuple(case["shape"]),
-                    contract=Contract(case["order"], case["accumulate"], case["rounding"]),
-                    divisor=average if case["op"] == "avg" else None,
-                )
-                if bits(found).tolist() != bits(expected).tolist():
-                    wrong.append(f"case {number} {path}")
-        return wrong
-
-    def ranks(rank: int) -> list[str]:
-        torch.set_num_threads(1)
+    def ranks(rank: int) -> None:
         connected(world_size)
         for numel, dtype in itertools.product(NUMELS, (torch.float32, torch.bfloat16)):
-            leaves = [
-                order_sensitive(numel, rank=r, world_size=world_size, dtype=dtype, specials=True)
-                for r in range(world_size)
-            ]
+            leaves = draw_leaves(world_size, numel, dtype, specials=True)
             expected = reduce_leaves(leaves, "sum", (world_size,))
             for path in (*PATHS, "auto"):
                 found = reduced(leaves[rank], world_size, path)
@@ -146,34 +120,29 @@ def test_golden_vectors_and_sizes_match(world_size: int) -> None:
                 start = sum(parts[:rank])
                 found = reduced(leaves[rank], world_size, "auto", parts=parts)
                 assert_bitwise_equal(found, expected[start : start + parts[rank]])
-        return golden(rank)
+        for (number, case), path in itertools.product(enumerate(cases), PATHS):
+            how: dict[str, Any] = {"contract": case.contract, "divisor": case.divisor}
+            mine = case.leaves[rank]
+            found = reduced(mine, world_size, path, op=case.op, shape=case.shape, **how)
+            assert_bitwise_equal(found, case.result, f"case {number} {path}")
 
     assert world_size > 8 or world_size in (4, 7) or len(cases) >= 4
-    assert run_ranks(ranks, world_size) == [[]] * world_size
+    run_ranks(ranks, world_size)
 
 
 def test_every_dtype_operation_contract_offset_and_stride_matches() -> None:
     """Every dtype, operation, contract, offset and stride."""
-    contracts = [
-        Contract(*words)  # type: ignore[arg-type]
-        for words in itertools.product(("tree", "rank"), ("wide", "float64"), ("once", "node"))
-    ]
-    floats = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    integers = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
     # Reduced by the definition once, for all ranks.
     cases = []
-    for dtype in (*floats, *integers):
-        leaves = [
-            order_sensitive(517, rank=r, world_size=6, dtype=dtype, specials=True) for r in range(6)
-        ]
-        for op, contract in itertools.product(("sum", "avg", "product", "max", "min"), contracts):
-            if op == "avg" and dtype in integers:
+    for dtype in (*FLOATS, *INTEGERS):
+        leaves = draw_leaves(6, 517, dtype, specials=True)
+        for op, contract in itertools.product(OPS, CONTRACTS):
+            if op == "avg" and dtype in INTEGERS:
                 continue
             how: dict[str, Any] = {"contract": contract, "divisor": 6 if op == "avg" else None}
             cases.append((leaves, op, how, reduce_leaves(leaves, op, (2, 3), **how)))  # type: ignore[arg-type]
 
     def ranks(rank: int) -> None:
-        torch.set_num_threads(1)
         connected(6)
         for leaves, op, how, expected in cases:
             for path in PATHS:
@@ -202,7 +171,6 @@ def test_size_never_changes_a_bit() -> None:
     """Across every switch point; and a slice alone is that slice of the whole."""
 
     def ranks(rank: int) -> None:
-        torch.set_num_threads(1)
         limit = connected(3).one_shot_bytes // 4
         tile = kernel.region_bytes(3) // 2 // 6 // 4
         for numel in (limit - 1, limit, limit + 1, 3 * tile - 1, 3 * tile + 1, 20 * tile + 5):
@@ -260,7 +228,6 @@ def test_failed_call_leaves_poison(path: str, why: str) -> None:
     """Every byte, on every rank, also of the one that comes when the others have given up."""
 
     def ranks(rank: int) -> bool:
-        torch.set_num_threads(1)
         peers = connected(3, timeout=1.0 if why == "late" else 60.0)
         # Several steps.
         numel = 3 * kernel.region_bytes(3) // 4

@@ -125,7 +125,6 @@ def over_backend(leaf: Tensor, contract: Contract) -> Iterator[tuple[str, Tensor
 
 def walk(rank: int, dtype: torch.dtype, contract: Contract) -> list[str]:
     """The options whose bits are not those of the definition."""
-    torch.set_num_threads(1)
     leaves = [
         order_sensitive(NUMEL, rank=r, world_size=WORLD_SIZE, dtype=dtype, specials=True)
         for r in range(WORLD_SIZE)
@@ -161,7 +160,6 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 def buckets_of_ddp(rank: int) -> list[str]:
     """Differences of DDP's gradients from those in buckets of the default size."""
-    torch.set_num_threads(1)
     group = dist.new_group(backend="meshplan")
     wrong = []
     for dtype in DTYPES:

@@ -7,7 +7,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from expecttest import assert_expected_inline
 from hypothesis import given
@@ -19,6 +18,7 @@ from meshplan.definition import reduce_leaves
 from meshplan.errors import ContractError
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from meshplan.testing._segments import LeafRange, join_blocks, sum_blocks
+from tests.refusals import refusal, refusals
 
 
 @st.composite
@@ -95,14 +95,6 @@ def test_any_partition_has_the_bits_of_the_contract(ends: list[int], seed: int) 
         assert_bitwise_equal(join_blocks(blocks, len(leaves), operator.add), whole)
 
 
-def test_test_data_reveals_another_order() -> None:
-    leaves = leaves_of(23)
-    ranks = [tree_value(leaves[a:b], operator.add) for a, b in ((0, 5), (5, 12), (12, 23))]
-    of_shards = tree_value(ranks, operator.add)
-    differs = of_shards.view(torch.int32) != reduce_leaves(leaves, "sum", (23,)).view(torch.int32)
-    assert differs.any()
-
-
 def test_vocabulary_of_128257_tokens_is_split() -> None:
     n = 128257
     generator = torch.Generator().manual_seed(3)
@@ -157,35 +149,30 @@ def test_invalid_blocks_are_errors() -> None:
     calls = [
         lambda: join_blocks([], 4, operator.add),
         lambda: join_blocks([], 0, operator.add, skip_gaps=True),
-        lambda: join_blocks([((0, 3), 1)], 3, operator.add),
-        lambda: join_blocks([((1, 3), 1)], 3, operator.add),
-        lambda: join_blocks([((2, 2), 1)], 3, operator.add),
-        lambda: join_blocks([((-2, 0), 1), ((0, 2), 1)], 2, operator.add),
-        lambda: join_blocks([((0, 4), 1)], 3, operator.add),
-        lambda: join_blocks([((0, 4), 1), ((2, 4), 1)], 4, operator.add),
-        lambda: join_blocks([((0, 2), 1), ((0, 2), 1)], 2, operator.add),
         lambda: join_blocks([((0, 2), 1), ((4, 8), 1)], 8, operator.add),
         lambda: join_blocks([((0, 2), 1)], 4, operator.add),
         lambda: join_blocks([((1, 2), 1)], 2, operator.add),
     ]
-    messages = []
-    for call in calls:
-        with pytest.raises(ContractError) as caught:
-            call()
-        messages.append(str(caught.value))
     assert_expected_inline(
-        "\n".join(messages),
+        refusals(ContractError, calls),
         """\
 MP411: no blocks for 4 positions; pass the blocks of at least one range
 MP411: no blocks for 0 positions; pass the blocks of at least one range
-MP411: block [0, 3) is not a subtree of 3 positions, or overlaps the block before it; pass each block of cover_range() once
-MP411: block [1, 3) is not a subtree of 3 positions, or overlaps the block before it; pass each block of cover_range() once
-MP411: block [2, 2) is not a subtree of 3 positions, or overlaps the block before it; pass each block of cover_range() once
-MP411: block [-2, 0) is not a subtree of 2 positions, or overlaps the block before it; pass each block of cover_range() once
-MP411: block [0, 4) is not a subtree of 3 positions, or overlaps the block before it; pass each block of cover_range() once
-MP411: block [2, 4) is not a subtree of 4 positions, or overlaps the block before it; pass each block of cover_range() once
-MP411: block [0, 2) is not a subtree of 2 positions, or overlaps the block before it; pass each block of cover_range() once
 MP411: no block holds the positions 2 to 3 of 8
 MP411: no block holds the positions 2 to 3 of 4
 MP411: no block holds the positions 0 to 0 of 2""",
     )
+    for bad, count, before in (
+        ((0, 3), 3, []),
+        ((1, 3), 3, []),
+        ((2, 2), 3, []),
+        ((-2, 0), 2, []),
+        ((0, 4), 3, []),
+        ((2, 4), 4, [(0, 4)]),
+        ((0, 2), 2, [(0, 2)]),
+    ):
+        blocks = [(block, 1) for block in (*before, bad)]
+        assert refusal(ContractError, join_blocks, blocks, count, operator.add) == (
+            f"MP411: block [{bad[0]}, {bad[1]}) is not a subtree of {count} positions, or overlaps "
+            "the block before it; pass each block of cover_range() once"
+        )

@@ -44,7 +44,6 @@ class Calls:
     """Reductions of one rank with different numbers, and their expected results."""
 
     def __init__(self, rank: int, kind: kernel.DriverKind = "cuda") -> None:
-        torch.set_num_threads(1)
         self.rank = rank
         self.device = Emulated(kind)
         found = connect_ranks(self.device, range(RANKS), timeout=20.0, lanes=2)
@@ -204,7 +203,6 @@ def test_queued_calls_after_a_failure_are_errors() -> None:
     """Every rank's host runs ahead; then one of them is late, for longer than the others wait."""
 
     def ranks(rank: int) -> list[str]:
-        torch.set_num_threads(1)
         device = Emulated()
         found = connect_ranks(device, range(RANKS), lanes=2)
         assert isinstance(found, DeviceCommunicator)
@@ -243,7 +241,6 @@ def test_queued_calls_after_a_failure_are_errors() -> None:
 
 def test_replay_after_a_failure_is_an_error() -> None:
     def ranks(rank: int) -> list[bool]:
-        torch.set_num_threads(1)
         device = Emulated()
         found = connect_ranks(device, range(RANKS), lanes=2)
         assert isinstance(found, DeviceCommunicator)
@@ -269,7 +266,6 @@ class TestRefusals(TestCase):
         emulated_library("hip", _NO_EXTERNAL)
 
         def ranks(rank: int) -> str:
-            torch.set_num_threads(1)
             device = Emulated("hip", 5, _NO_EXTERNAL)
             connect_ranks(device, range(2), lanes=2)
             ones = torch.ones(9)
@@ -288,7 +284,6 @@ class TestRefusals(TestCase):
 
     def test_concurrent_captures_are_refused(self) -> None:
         def ranks(rank: int) -> str:
-            torch.set_num_threads(1)
             device = Emulated()
             connect_ranks(device, range(2), lanes=2)
             ones = torch.ones(9)
@@ -311,7 +306,6 @@ class TestRefusals(TestCase):
         """The last line of defence, with the order between streams removed."""
 
         def ranks(rank: int) -> str:
-            torch.set_num_threads(1)
             device = Emulated()
             connect_ranks(device, range(2), timeout=20.0, lanes=2)
             device.driver.wait = lambda *_: None  # type: ignore[method-assign]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from meshplan.testing.tp import (
     vocab_shard_ranges,
 )
 from meshplan.testing.tp._math import exp, log
+from tests.refusals import refusal, refusals
 from tests.tp_inputs import DTYPES, SIZES, boundary_tokens, logits_of, random_ranges, split
 
 
@@ -160,12 +162,9 @@ def test_views_and_partial_shards_get_gradients() -> None:
     result.backward(weights(ids))
     assert_bitwise_equal(second.grad, wanted[:, 30:])
     assert first.grad is None
-    with pytest.raises(ShardError) as caught:
-        torch.autograd.grad(
-            selected_logprobs_reference(logits, ids).sum(), logits, create_graph=True
-        )
+    total = selected_logprobs_reference(logits, ids).sum()
     assert_expected_inline(
-        str(caught.value),
+        refusal(ShardError, torch.autograd.grad, total, logits, create_graph=True),
         """MP801: selected log-probabilities have a first derivative only; call backward or torch.autograd.grad without create_graph=True""",
     )
 
@@ -206,26 +205,18 @@ def test_masked_tokens_may_have_any_id_and_any_logits() -> None:
 def test_active_token_without_a_shard_is_an_error() -> None:
     logits = torch.zeros(1, 4, 9)
     ids = torch.tensor([[0, -100, 8, 99]])
-    found = []
-    for mask in (torch.tensor([[1, 0, 1, 1]]), None):
-        with pytest.raises(TokenCoverageError) as caught:
-            selected_logprobs_tp_reference(shard_logits_by_vocab(logits, 3), ids, mask)
-        found.append(str(caught.value))
-    with pytest.raises(TokenCoverageError) as caught:
-        selected_logprobs_tp_reference(
-            [logits[..., :4], logits[..., 4:]], ids * 0 + 4, vocab_start_indices=[0, 5]
-        )
-    found.append(str(caught.value))
-    with pytest.raises(TokenCoverageError) as caught:
-        selected_logprobs_reference(logits, ids)
-    found.append(str(caught.value))
+    shards, pair = shard_logits_by_vocab(logits, 3), [logits[..., :4], logits[..., 4:]]
+    for token, reference, call in (
+        (99, selected_logprobs_tp_reference, (shards, ids, torch.tensor([[1, 0, 1, 1]]))),
+        (-100, selected_logprobs_tp_reference, (shards, ids)),
+        (-100, selected_logprobs_reference, (logits, ids)),
+    ):
+        found = refusal(TokenCoverageError, reference, *call)
+        assert found.startswith(f"MP802: active token id {token} is not covered by any vocab shard")
+    gap: dict[str, Any] = {"vocab_start_indices": [0, 5]}
     assert_expected_inline(
-        "\n".join(found),
-        """\
-MP802: active token id 99 is not covered by any vocab shard, expected exactly one; mask the token out or correct the first tokens and sizes of the shards
-MP802: active token id -100 is not covered by any vocab shard, expected exactly one; mask the token out or correct the first tokens and sizes of the shards
-MP802: active token id 4 is not covered by any vocab shard, expected exactly one; mask the token out or correct the first tokens and sizes of the shards
-MP802: active token id -100 is not covered by any vocab shard, expected exactly one; mask the token out or correct the first tokens and sizes of the shards""",
+        refusal(TokenCoverageError, selected_logprobs_tp_reference, pair, ids * 0 + 4, **gap),
+        """MP802: active token id 4 is not covered by any vocab shard, expected exactly one; mask the token out or correct the first tokens and sizes of the shards""",
     )
 
 
@@ -334,10 +325,8 @@ def test_invalid_arguments_are_errors() -> None:
         lambda: selected_logprobs_tp_reference([a, a[:1]], ids),
         lambda: selected_logprobs_tp_reference([a], ids[:1]),
         lambda: selected_logprobs_tp_reference([a, None], ids),  # type: ignore[list-item]
-        lambda: selected_logprobs_tp_reference([a, a], ids, vocab_start_indices=[0]),
-        lambda: selected_logprobs_tp_reference([a, a], ids, vocab_start_indices=[0, -3]),
+        # Others are in tests/test_tp_vocab.py.
         lambda: selected_logprobs_tp_reference([a, a], ids, vocab_start_indices=[0, 2]),
-        lambda: selected_logprobs_tp_reference([a, a], ids, vocab_start_indices=[3, 0]),
         lambda: selected_logprobs_tp_reference([a], ids.double()),
         lambda: selected_logprobs_reference(a, ids, torch.ones(3)),
         lambda: selected_logprobs_reference(a, ids, temperature=0.0),
@@ -347,14 +336,8 @@ def test_invalid_arguments_are_errors() -> None:
         lambda: selected_logprobs_reference(a, ids, output_dtype=torch.int32),
         lambda: selected_logprobs_tp_reference([a], ids, reduction_dtype=torch.complex64),
     ]
-    found = []
-    for call in calls:
-        with pytest.raises(ValueError, match=r"^MP801: ") as caught:
-            call()
-        assert type(caught.value) is ShardError
-        found.append(str(caught.value))
     assert_expected_inline(
-        "\n".join(found),
+        refusals(ShardError, calls),
         """\
 MP801: logit_shards is empty; pass at least one shard
 MP801: logit_shards is one tensor; pass a list of shards, [x] for a single one
@@ -366,10 +349,7 @@ MP801: logit_shards is torch.int64; pass floating-point logits
 MP801: logit_shards[1] without its last dim has shape (1,), token_ids has shape (2,); pass both in one shape
 MP801: logit_shards without its last dim has shape (2,), token_ids has shape (1,); pass both in one shape
 MP801: logit_shards[1] is a NoneType; pass a torch.Tensor
-MP801: 1 vocab_start_indices for 2 logit_shards; pass one per shard
-MP801: vocab_start_indices are [0, -3]; pass indices of 0 or more
 MP801: logit_shards[0] is [0, 3) and logit_shards[1] is [2, 5), they overlap; assign each token of the vocabulary to one rank
-MP801: vocab_start_indices are [3, 0]; pass the shards sorted by their first token
 MP801: token_ids are torch.float64; pass integers
 MP801: mask has shape (3,), token_ids has shape (2,); pass both in one shape
 MP801: temperature is 0.0, in torch.float32 0.0; pass a finite number above zero

@@ -19,6 +19,7 @@ from meshplan.testing.tp import (
     masked_mean,
     masked_sum,
 )
+from tests.refusals import refusals
 from tests.tp_inputs import DTYPES
 
 
@@ -134,13 +135,8 @@ def test_invalid_arguments_are_errors() -> None:
         lambda: masked_mean([a], eps=-1.0),
         lambda: masked_mean(a, eps=math.nan),
     ]
-    found = []
-    for call in calls:
-        with pytest.raises(ShardError) as caught:
-            call()
-        found.append(str(caught.value))
     assert_expected_inline(
-        "\n".join(found),
+        refusals(ShardError, calls),
         """\
 MP801: values is empty; pass at least one shard
 MP801: values is a NoneType; pass a torch.Tensor, or a list of shards

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from expecttest import assert_expected_inline
 
 from meshplan.errors import ShardError
 from meshplan.testing import assert_bitwise_equal
 from meshplan.testing.tp import compute_policy_ratio, compute_reference_kl
+from tests.refusals import refusals
 
 
 def logps(seed: int) -> torch.Tensor:
@@ -74,13 +74,8 @@ def test_invalid_arguments_are_errors() -> None:
         lambda: compute_reference_kl(a, a, torch.ones(1)),
         lambda: compute_policy_ratio(a * 1j, a),
     ]
-    found = []
-    for call in calls:
-        with pytest.raises(ShardError) as caught:
-            call()
-        found.append(str(caught.value))
     assert_expected_inline(
-        "\n".join(found),
+        refusals(ShardError, calls),
         """\
 MP801: current_logps has shape (2,), old_logps has shape (3,); pass both in one shape
 MP801: current_logps is on cpu, old_logps is on meta; pass both on one device

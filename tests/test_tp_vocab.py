@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import pytest
 import torch
 from expecttest import assert_expected_inline
 from hypothesis import given
@@ -17,16 +14,7 @@ from meshplan.testing.tp import (
     vocab_shard_ranges,
 )
 from meshplan.testing.tp._vocab import start_indices
-
-
-def messages(calls: Sequence[Callable[[], object]]) -> str:
-    found = []
-    for call in calls:
-        with pytest.raises(ValueError, match=r"^MP80[12]: ") as caught:
-            call()
-        assert isinstance(caught.value, ShardError)
-        found.append(str(caught.value))
-    return "\n".join(found)
+from tests.refusals import refusals
 
 
 @given(st.integers(1, 300000), st.integers(1, 64))
@@ -44,19 +32,12 @@ def test_ranges_fill_the_vocabulary(vocab_size: int, tp_size: int) -> None:
 
 
 def test_invalid_sizes_are_errors() -> None:
+    sizes = (0, 1), (-3, 1), (4, 0), (4, -1), (4, 5)
     calls = [
-        lambda size=size, ranks=ranks: vocab_shard_ranges(size, ranks)
-        for size, ranks in ((0, 1), (-3, 1), (4, 0), (4, -1), (4, 5))
+        lambda size=size, ranks=ranks: vocab_shard_ranges(size, ranks) for size, ranks in sizes
     ]
-    assert_expected_inline(
-        messages(calls),
-        """\
-MP801: vocab_size=0 and tp_size=1; pass a vocab_size of at least one and a tp_size from 1 to vocab_size
-MP801: vocab_size=-3 and tp_size=1; pass a vocab_size of at least one and a tp_size from 1 to vocab_size
-MP801: vocab_size=4 and tp_size=0; pass a vocab_size of at least one and a tp_size from 1 to vocab_size
-MP801: vocab_size=4 and tp_size=-1; pass a vocab_size of at least one and a tp_size from 1 to vocab_size
-MP801: vocab_size=4 and tp_size=5; pass a vocab_size of at least one and a tp_size from 1 to vocab_size""",
-    )
+    template = "MP801: vocab_size={} and tp_size={}; pass a vocab_size of at least one and a tp_size from 1 to vocab_size"
+    assert refusals(ShardError, calls).split("\n") == [template.format(*pair) for pair in sizes]
 
 
 def test_shards_are_views() -> None:
@@ -71,7 +52,7 @@ def test_shards_are_views() -> None:
         lambda: shard_logits_by_vocab(torch.ones(2, 3), 4),
     ]
     assert_expected_inline(
-        messages(calls),
+        refusals(ShardError, calls),
         """\
 MP801: logits have shape (); pass the vocabulary in the last dim
 MP801: vocab_size=3 and tp_size=4; pass a vocab_size of at least one and a tp_size from 1 to vocab_size""",
@@ -112,7 +93,7 @@ def test_invalid_ranges_ids_and_masks_are_errors() -> None:
         lambda: owner_ranks_for_token_ids([0, 1], [(0, 4)]),  # type: ignore[arg-type]
     ]
     assert_expected_inline(
-        messages(calls),
+        refusals(ShardError, calls),
         """\
 MP801: shard_ranges[0] is [0, 5) and shard_ranges[1] is [4, 8), they overlap; assign each token of the vocabulary to one rank
 MP801: shard_ranges[1] is [0, 9) and shard_ranges[0] is [4, 8), they overlap; assign each token of the vocabulary to one rank
@@ -136,7 +117,7 @@ def test_start_indices_must_be_sorted_and_disjoint() -> None:
         for starts in ([0, 3], [0, 3, -4], [0, 4, 3], [0, 2, 4], [0, 0, 4])
     ]
     assert_expected_inline(
-        messages(calls),
+        refusals(ShardError, calls),
         """\
 MP801: 2 vocab_start_indices for 3 logit_shards; pass one per shard
 MP801: vocab_start_indices are [0, 3, -4]; pass indices of 0 or more
