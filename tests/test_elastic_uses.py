@@ -449,30 +449,6 @@ MP902: no gradient of 'layers.1.bias' was reduced in round 0; call backward once
     )
 
 
-def test_gradients_that_a_failed_backward_left_in_fsdp_are_refused() -> None:
-    """They are in the whole parameters, and FSDP2 would add them to the next ones."""
-
-    def run(rank: int) -> str:
-        model, accumulator = build("fsdp", 1)
-
-        def forward() -> None:
-            with accumulator.round():
-                model(0).backward()
-
-        # The first module of the backward gets gradients, and the second one fails.
-        layer = next(one for one in model.modules() if isinstance(one, nn.ModuleList))[1]
-        handle = layer.register_forward_hook(lambda *call: Fail.apply(call[-1]))
-        with pytest.raises(KeyError):
-            forward()
-        handle.remove()
-        return refuse(forward)
-
-    assert run_ranks(run, 1, backend="meshplan") == [
-        "MP902: an exception ended round 0, or backward was called outside of it; call reset on "
-        "every rank, and begin the step again"
-    ]
-
-
 def test_replicas_with_shards_in_another_order_are_refused() -> None:
     """FSDP2 would add the first shard of a replica and the second one of another."""
 
@@ -496,32 +472,49 @@ def test_replicas_with_shards_in_another_order_are_refused() -> None:
     )
 
 
-def test_batch_norms_that_train_are_refused() -> None:
-    def run(rank: int) -> list[str]:
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
-        texts = []
-        for norm in (nn.BatchNorm1d(6), nn.SyncBatchNorm(6, track_running_stats=False)):
-            model = fully_shard(Branches(norm), mesh=mesh)
-            texts.append(refuse(step, model, GradientAccumulator(model, M, mesh)))
-        for norm in (nn.BatchNorm1d(6).eval(), nn.BatchNorm1d(6, track_running_stats=False)):
-            model = fully_shard(Branches(norm), mesh=mesh)
-            step(model, GradientAccumulator(model, M, mesh))
-        return texts
+def fail_in_backward(rank: int) -> list[str]:
+    """Gradients are in the whole parameters then, and FSDP2 would add them to the next ones."""
+    model, accumulator = build("fsdp", 1)
 
-    assert run_ranks(run, 1, backend="meshplan")[0] == [
-        f"MP902: module 'norm' is a {name}, whose statistics depend on the number of ranks; "
-        "use LayerNorm or GroupNorm, or call eval() of the module"
-        for name in ("BatchNorm1d", "SyncBatchNorm")
-    ]
+    def forward() -> None:
+        with accumulator.round():
+            model(0).backward()
+
+    # The first module of the backward gets gradients, and the second one fails.
+    layer = next(one for one in model.modules() if isinstance(one, nn.ModuleList))[1]
+    handle = layer.register_forward_hook(lambda *call: Fail.apply(call[-1]))
+    with pytest.raises(KeyError):
+        forward()
+    handle.remove()
+    return [refuse(forward)]
 
 
-def test_torch_that_cannot_reset_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
+def train_batch_norms(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    texts = []
+    for norm in (nn.BatchNorm1d(6), nn.SyncBatchNorm(6, track_running_stats=False)):
+        model = fully_shard(Branches(norm), mesh=mesh)
+        texts.append(refuse(step, model, GradientAccumulator(model, M, mesh)))
+    for norm in (nn.BatchNorm1d(6).eval(), nn.BatchNorm1d(6, track_running_stats=False)):
+        model = fully_shard(Branches(norm), mesh=mesh)
+        step(model, GradientAccumulator(model, M, mesh))
+    return texts
 
-    def run(rank: int) -> str:
-        return refuse(build("fsdp", 1)[1].reset)
 
-    assert run_ranks(run, 1, backend="meshplan")[0] == (
-        f"MP902: torch {torch.__version__} does not reset FSDP2 after an exception; use torch 2.13 "
-        "or newer, or make the model again from the last checkpoint"
+def reset_by_older_torch(rank: int) -> list[str]:
+    if hasattr(FSDPModule, "reset_iter_state"):
+        del FSDPModule.reset_iter_state
+    return [refuse(build("fsdp", 1)[1].reset).replace(torch.__version__, "VERSION")]
+
+
+def test_what_one_rank_cannot_do_is_refused() -> None:
+    uses = fail_in_backward, train_batch_norms, reset_by_older_torch
+    (found,) = run_ranks(lambda rank: [use(rank) for use in uses], 1, backend="meshplan")
+    assert_expected_inline(
+        "\n".join(text for texts in found for text in texts),
+        """\
+MP902: an exception ended round 0, or backward was called outside of it; call reset on every rank, and begin the step again
+MP902: module 'norm' is a BatchNorm1d, whose statistics depend on the number of ranks; use LayerNorm or GroupNorm, or call eval() of the module
+MP902: module 'norm' is a SyncBatchNorm, whose statistics depend on the number of ranks; use LayerNorm or GroupNorm, or call eval() of the module
+MP902: torch VERSION does not reset FSDP2 after an exception; use torch 2.13 or newer, or make the model again from the last checkpoint""",
     )
