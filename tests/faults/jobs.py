@@ -73,6 +73,13 @@ def run_job(
         return _outcomes(processes, receivers, timeout)
 
 
+def run_to_end(function: Callable[[int], Any], world_size: int, **options: Any) -> list[Any]:
+    """What the ranks of a job return, each of which ends by itself and without an error."""
+    outcomes = run_job(function, world_size, **options)
+    assert [(one.failure, one.exit_code) for one in outcomes] == [("", 0)] * world_size
+    return [one.value for one in outcomes]
+
+
 def _outcomes(processes: list[Any], receivers: list[Connection], timeout: float) -> list[Outcome]:
     deadline = time.monotonic() + timeout
     outcomes = []

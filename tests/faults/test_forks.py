@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import meshplan
 from meshplan.flatten import registry
-from tests.faults.jobs import attempt, end, right_bits, run_job
+from tests.faults.jobs import attempt, end, right_bits, run_to_end
 
 pytestmark = pytest.mark.processes
 
@@ -90,10 +90,9 @@ class TestMessages(TestCase):
             words[2] = "CHILD"
             return [" ".join(words)]
 
-        outcomes = run_job(ranks, 2)
-        assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 2
+        values = run_to_end(ranks, 2)
         self.assertExpectedInline(
-            outcomes[0].value[0],
+            values[0][0],
             """MP503: process CHILD is a fork of process PARENT, which owns these process groups: peers would receive the messages of both, mixed; reduce in the parent, or start processes with 'spawn' and initialise torch.distributed in them""",
         )
 
@@ -120,9 +119,7 @@ def test_exit_of_a_fork_leaves_its_parent_unharmed(path: str) -> None:
         dist.destroy_process_group()
         return [*found, f"destroyed {destroyed}"]
 
-    outcomes = run_job(ranks, 2)
-    assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 2
-    assert outcomes[0].value == ["destroyed 0", "forgot 2", "left", "destroyed 1"]
+    assert run_to_end(ranks, 2)[0] == ["destroyed 0", "forgot 2", "left", "destroyed 1"]
 
 
 def test_data_loader_workers_are_refused_and_parents_go_on() -> None:
@@ -144,6 +141,4 @@ def test_data_loader_workers_are_refused_and_parents_go_on() -> None:
         end()
         return rows
 
-    outcomes = run_job(ranks, 2)
-    assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 2
-    assert outcomes[0].value == [[n**2, 1] for n in range(8)]
+    assert run_to_end(ranks, 2)[0] == [[n**2, 1] for n in range(8)]

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshplan
 from meshplan.flatten import _missing
-from tests.faults.jobs import NEVER, attempt, end, right_bits, run_job, stop_for
+from tests.faults.jobs import NEVER, attempt, end, right_bits, run_to_end, stop_for
 
 pytestmark = pytest.mark.processes
 
@@ -31,8 +31,7 @@ def test_short_pause_of_a_rank_fails_nothing(path: str) -> None:
                 right_bits(mesh, times=20)
         end()
 
-    for outcome in run_job(ranks, 3):
-        assert (outcome.failure, outcome.exit_code) == ("", 0)
+    run_to_end(ranks, 3)
 
 
 @pytest.mark.dist
@@ -51,10 +50,9 @@ def test_long_pause_of_a_rank_fails_every_rank(path: str) -> None:
         end()
         return name, message, dist.is_initialized()
 
-    outcomes = run_job(ranks, 3, collective_timeout=4.0)
-    assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 3
-    for rank, outcome in enumerate(outcomes):
-        name, message, initialized = outcome.value
+    for rank, (name, message, initialized) in enumerate(
+        run_to_end(ranks, 3, collective_timeout=4.0)
+    ):
         assert not initialized
         if path == "auto":
             assert name == "PeerTimeoutError"
@@ -86,5 +84,4 @@ def test_long_pause_before_the_first_reduction_names_the_rank() -> None:
         end()
         return message
 
-    for outcome in run_job(ranks, 3):
-        assert (outcome.failure, outcome.exit_code) == ("", 0)
+    run_to_end(ranks, 3)

@@ -17,7 +17,7 @@ import meshplan
 from meshplan.dtensor import _routes
 from meshplan.dtensor._routes import mesh_entry
 from meshplan.flatten import registry
-from tests.faults.jobs import count_resources, end, right_bits, run_job
+from tests.faults.jobs import count_resources, end, right_bits, run_to_end
 
 pytestmark = pytest.mark.processes
 
@@ -55,10 +55,9 @@ def test_equal_meshes_share_one_entry() -> None:
         counts.append(len(registry()._table))
         return [*counts, meshplan.shutdown()]
 
-    outcomes = run_job(ranks, 4)
-    assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 4
+    values = run_to_end(ranks, 4)
     # One group serves both paths and all meshes that are equal.
-    assert [o.value for o in outcomes] == [[1, 1, 1, 1]] * 4
+    assert values == [[1, 1, 1, 1]] * 4
 
 
 def test_mesh_entry_lives_as_long_as_any_equal_mesh() -> None:
@@ -118,10 +117,7 @@ def test_short_lived_meshes_leave_nothing_behind(count: int) -> None:
         end()
         return holds[count // 5], holds[count], size, len(registry()._table._shortcuts)
 
-    outcomes = run_job(ranks, 4)
-    assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 4
-    for outcome in outcomes:
-        few, many, size, layouts = outcome.value
+    for few, many, size, layouts in run_to_end(ranks, 4):
         assert all(many[kind] <= few[kind] + 3 for kind in KINDS), (few, many)
         assert size < KIB_PER_MESH * 1024 * (count - count // 5)
         assert layouts == 0

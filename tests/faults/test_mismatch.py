@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import meshplan
 from meshplan.contract import Contract
-from tests.faults.jobs import attempt, end, right_bits, run_job
+from tests.faults.jobs import attempt, end, right_bits, run_to_end
 
 pytestmark = pytest.mark.processes
 
@@ -60,10 +60,8 @@ def test_different_inputs_are_an_error_on_every_member(how: dict[str, Any]) -> N
         end()
         return found
 
-    outcomes = run_job(ranks, 4)
-    assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 4
-    for rank, outcome in enumerate(outcomes):
-        for name, kind, message in outcome.value:
+    for rank, found in enumerate(run_to_end(ranks, 4)):
+        for name, kind, message in found:
             assert kind == "SignatureMismatchError", (name, rank, message)
             other = "rank 0" if rank == ODD else "rank 1"
             assert f"{other} called a reduction over ranks 0, 1, 2, 3 with " in message
@@ -102,9 +100,7 @@ def test_switched_contracts_are_found_with_debug(path: Any) -> None:
         end()
         return kinds
 
-    outcomes = run_job(ranks, 3)
-    assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 3
-    assert [o.value for o in outcomes] == [["SignatureMismatchError"] * 2] * 3
+    assert run_to_end(ranks, 3) == [["SignatureMismatchError"] * 2] * 3
 
 
 def test_members_on_different_groups_name_each_other() -> None:
@@ -123,10 +119,8 @@ def test_members_on_different_groups_name_each_other() -> None:
         end()
         return message
 
-    outcomes = run_job(ranks, 4)
-    assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 4
+    messages = run_to_end(ranks, 4)
     # Ranks 0 and 2 are one group over the first axis, 1 and 3 the other.
-    messages = [outcome.value for outcome in outcomes]
     assert messages[0] == messages[2] == ""
     assert "rank 1 did not reach the first reduction over ranks 1, 3 within 5 s" in messages[3]
     assert "within 5 s, so no rank started it" in messages[1]
@@ -156,11 +150,10 @@ class TestMessages(TestCase):
             end()
             return messages
 
-        outcomes = run_job(ranks, 3)
-        assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 3
-        assert outcomes[0].value == outcomes[1].value == outcomes[2].value
+        values = run_to_end(ranks, 3)
+        assert values[0] == values[1] == values[2]
         self.assertExpectedInline(
-            "\n".join(outcomes[0].value),
+            "\n".join(values[0]),
             """\
 MP501: rank 1 called the first reduction over ranks 0, 1, 2 with other settings than the others. Different: contract v1/tree/wide/once (ranks 0, 2), v1/rank/wide/once (rank 1). No rank started it; pass the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there
 MP501: rank 1 called the first reduction over ranks 0, 1, 2 with other settings than the others. Different: path auto (ranks 0, 2), exchange (rank 1). No rank started it; pass the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",

@@ -19,7 +19,7 @@ import meshplan
 from meshplan.contract import Contract
 from meshplan.layout import Layout
 from meshplan.topology import Topology
-from tests.faults.jobs import count_resources, end, run_job
+from tests.faults.jobs import count_resources, end, run_to_end
 from tests.strategies import CONTRACTS, FAST_NODES
 from tests.test_random_redistributions import drawn, run_one
 
@@ -76,10 +76,7 @@ def test_thousands_of_redistributions_are_exact(times: int, problems: int) -> No
         end()
         return done, holds
 
-    outcomes = run_job(ranks, WORLD, timeout=800)
-    assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * WORLD
-    for outcome in outcomes:
-        done, (middle, last) = outcome.value
+    for done, (middle, last) in run_to_end(ranks, WORLD, timeout=800):
         assert done.total() > times // 3
         assert done["right"] > times // 4
         assert done["hierarchical"] > 0

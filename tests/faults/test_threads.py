@@ -18,7 +18,7 @@ import meshplan
 from meshplan.definition import reduce_leaves
 from meshplan.execute import _run
 from meshplan.testing import assert_bitwise_equal, order_sensitive
-from tests.faults.jobs import attempt, end, join_over_tcp, right_bits, run_job
+from tests.faults.jobs import attempt, end, join_over_tcp, right_bits, run_to_end
 
 pytestmark = pytest.mark.processes
 
@@ -107,9 +107,7 @@ def test_threads_on_separate_meshes_are_exact(path: str, times: int) -> None:
         assert len(served) == (rank == 0)
         return wrong
 
-    outcomes = run_job(ranks, 4, init=False)
-    assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 4
-    assert [o.value for o in outcomes] == [[]] * 4
+    assert run_to_end(ranks, 4, init=False) == [[]] * 4
 
 
 class TestMessages(TestCase):
@@ -146,10 +144,9 @@ class TestMessages(TestCase):
             end()
             return messages[0]
 
-        outcomes = run_job(ranks, 2)
-        assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 2
-        assert outcomes[0].value == outcomes[1].value
+        values = run_to_end(ranks, 2)
+        assert values[0] == values[1]
         self.assertExpectedInline(
-            outcomes[0].value,
+            values[0],
             """MP503: thread 'second' called a reduction over created group meshplan:508097c67864f83d05a85c7bf7936f85089be1d0 of 2 ranks: 0, 1 (the thread's own: the main thread of every rank did not wait for its thread in join() without a timeout) while thread 'first' is in one: ranks pair their calls in order, and threads have no order in common; reduce over one mesh on one thread, or give each thread a mesh of its own""",
         )
