@@ -85,6 +85,20 @@ def run_ranks(
         return _collect(*ranks, timeout)
 
 
+def common_result(function: Callable[[int], Any], world_size: int, **options: Any) -> Any:
+    """What each rank returns, if it is the same on all; ``options``: as for ``run_ranks``."""
+    first, *others = run_ranks(function, world_size, **options)
+    assert others == [first] * len(others)
+    return first
+
+
+def start_all_reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> dist.Work:
+    """An all-reduce that is waited for later."""
+    work = dist.all_reduce(tensor, *arguments, **options, async_op=True)
+    assert work is not None
+    return work
+
+
 Ranks = tuple[list[Any], list[Connection], Connection, str]
 """Their processes, where each of them reports, what they stay for, and the path of their store.
 

@@ -29,7 +29,7 @@ from meshplan.replicas import Coverage, _coverage
 from meshplan.testing import nccl_model
 from tests.backend import test_entry_points as entry
 from tests.backend.native_calls import count_native_reductions
-from tests.processes import run_ranks, warm_compiler
+from tests.processes import common_result, run_ranks, warm_compiler
 
 pytestmark = pytest.mark.processes
 
@@ -39,14 +39,6 @@ def test_site_of_an_installed_package_has_its_name() -> None:
     site = _coverage._format_place("/env/lib/site-packages/lightning/core/module.py", 3, "f")
     assert site == "lightning/core/module.py:3 f"
     assert _coverage._format_place("/home/me/jobs/train.py", 7, "main") == "jobs/train.py:7 main"
-
-
-FORMS = (
-    *entry.ALL_REDUCES,
-    *entry.REDUCE_SCATTERS,
-    *entry.NATIVE_ALL_REDUCES,
-    *entry.NATIVE_REDUCE_SCATTERS,
-)
 
 
 def kinds(found: Coverage) -> dict[str, int]:
@@ -72,12 +64,12 @@ def counted(run: Callable[[], object]) -> dict[str, int]:
 def count_forms(_: int) -> list[str]:
     """Over the default group: the forms that are not counted as one reduction of the one kind."""
     kind, wrong = "contract" if dist.get_backend() == "meshplan" else "outside", []
-    for form in FORMS:
+    for name, form in (*entry.ALL_REDUCES.items(), *entry.REDUCE_SCATTERS.items()):
         found = counted(lambda form=form: form(entry.summand(dist.get_rank())))
         # Two forms make one call for each root.
-        calls = entry.RANKS if form.__name__ in ("native_reduce", "c10d_reduce") else 1
+        calls = entry.RANKS if name in ("native reduce", "c10d reduce") else 1
         if found != {kind: calls}:
-            wrong.append(f"{form.__name__}: {found}")
+            wrong.append(f"{name}: {found}")
     return wrong
 
 
@@ -314,10 +306,9 @@ class TestCallSites(TestCase):
 
     def test_call_sites(self) -> None:
         warm_compiler()
-        found = run_ranks(find_sites, 2)
-        assert found[0] == found[1]
+        found = common_result(find_sites, 2)
         self.assertExpectedInline(
-            "\n".join(found[0]),
+            "\n".join(found),
             """\
 tests/test_coverage.py train (backward, FSDP2) | reduce_scatter avg over gloo
 tests/test_coverage.py clip (clip_grad_norm_, DTensor) | all_reduce sum over gloo
@@ -373,10 +364,9 @@ class TestStrict(TestCase):
 
     def test_messages(self) -> None:
         warm_compiler()
-        found = run_ranks(refuse, 2)
-        assert found[0] == found[1]
+        found = common_result(refuse, 2)
         self.assertExpectedInline(
-            "\n".join(found[0]),
+            "\n".join(found),
             """\
 MP701: tests/test_coverage.py <lambda>: all_reduce sum over gloo, 2 ranks, of float32 is outside the contract, in the backend's own order; create the group by init_process_group("meshplan") or new_group(backend="meshplan"), or pass strict=False to meshplan.coverage
 MP701: tests/test_coverage.py compiled_sum: all_reduce sum over gloo, 2 ranks, of float32 is outside the contract, in the backend's own order; create the group by init_process_group("meshplan") or new_group(backend="meshplan"), or pass strict=False to meshplan.coverage

@@ -31,7 +31,7 @@ from meshplan._torch.process_group import PythonProcessGroup
 from meshplan.definition import reduce_leaves
 from meshplan.testing import order_sensitive
 from tests.devices import have_equal_bits
-from tests.processes import run_ranks
+from tests.processes import run_ranks, start_all_reduce
 from tests.test_gpu import gpus, ready
 
 COUNT = gpus()
@@ -120,8 +120,7 @@ def wrong_results(rank: int, ranks: int, group: Any) -> list[str]:
         dist.all_reduce(x, group=group)
         check(f"all_reduce {turn}", x, total)
         x = leaves[rank].cuda()
-        work = dist.all_reduce(x, dist.ReduceOp.AVG, group=group, async_op=True)
-        assert work is not None
+        work = start_all_reduce(x, dist.ReduceOp.AVG, group=group)
         work.wait()
         check(f"async average {turn}", x, sum_of(leaves, "avg"))
         if turn == 0:
@@ -158,8 +157,7 @@ def wrong_orders(rank: int, ranks: int, group: Any) -> list[str]:
         x = torch.zeros(NUMEL, device="cuda")
         torch.cuda._sleep(SHORT)
         x.copy_(mine)
-        work = dist.all_reduce(x, group=group, async_op=True)
-        assert work is not None
+        work = start_all_reduce(x, group=group)
         # Another stream waits, and reads.
         with torch.cuda.stream(other):
             work.wait()
@@ -182,8 +180,7 @@ def wrong_orders(rank: int, ranks: int, group: Any) -> list[str]:
         # A callback reads the result.
         x = mine.clone()
         torch.cuda._sleep(SHORT)
-        work = dist.all_reduce(x, group=group, async_op=True)
-        assert work is not None
+        work = start_all_reduce(x, group=group)
         doubled = work.get_future().then(lambda future: future.value()[0] * 2.0)
         if not have_equal_bits(doubled.wait() * 1.0, total * 2.0):
             wrong.append(f"future {turn}")
@@ -211,8 +208,7 @@ def steady_without_waits(rank: int, group: Any) -> bool:
     busy.record()
     with refused_host_waits():
         dist.all_reduce(x, group=group)
-        work = dist.all_reduce(x, group=group, async_op=True)
-        assert work is not None
+        work = start_all_reduce(x, group=group)
         work.wait()
         late = not work.is_completed() and not busy.query()
     torch.cuda.synchronize()
@@ -226,8 +222,7 @@ def overlapped(rank: int, group: Any) -> bool:
         dist.all_reduce(x, group=group)
     torch.cuda.synchronize()
     dist.barrier()
-    work = dist.all_reduce(x, group=group, async_op=True)
-    assert work is not None
+    work = start_all_reduce(x, group=group)
     torch.cuda._sleep(LONG)
     busy = torch.cuda.Event()
     busy.record()
@@ -249,8 +244,7 @@ def wrong_replays(rank: int, ranks: int, group: Any) -> list[int]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result.copy_(static)
-        work = dist.all_reduce(result, group=group, async_op=True)
-        assert work is not None
+        work = start_all_reduce(result, group=group)
         work.wait()
         dist.all_reduce(result, dist.ReduceOp.MAX, group=group)
     wrong = []
@@ -325,8 +319,7 @@ def late(rank: int) -> list[Any]:
     dist.all_reduce(x, group=group)
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG)
-    work = dist.all_reduce(x, group=group, async_op=True)
-    assert work is not None
+    work = start_all_reduce(x, group=group)
     found: list[Any] = [work.is_completed()]
     try:
         work.wait(timedelta(seconds=0.01))
@@ -474,8 +467,7 @@ def alone(rank: int) -> list[bool]:
     x = torch.randn(NUMEL, device="cuda")
     before = x.clone()
     dist.all_reduce(x, group=group)
-    work = dist.all_reduce(x, group=group, async_op=True)
-    assert work is not None
+    work = start_all_reduce(x, group=group)
     work.wait()
     # Calls that move data run by NCCL.
     dist.broadcast(x, 0, group=group)
@@ -553,8 +545,7 @@ def test_tensors_on_another_device_than_the_current_one() -> None:
             leaves = leaves_of(2)
             x = leaves[rank].to(f"cuda:{place}")
             with torch.cuda.device(1 - place):
-                work = dist.all_reduce(x, group=group, async_op=True)
-                assert work is not None
+                work = start_all_reduce(x, group=group)
                 work.wait()
                 right.append(torch.cuda.current_device() == 1 - place)
             right.append(have_equal_bits(x, sum_of(leaves)))

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from meshplan.errors import LayoutError
 from meshplan.planner import nccl_order as order
 from meshplan.testing import nccl_model as model
-from tests.processes import run_ranks
+from tests.processes import run_ranks, start_all_reduce
 
 pytestmark = pytest.mark.processes
 
@@ -249,8 +249,7 @@ def check_shapes_and_ways_to_call(rank: int) -> None:
     assert base[:, 1::2].count_nonzero() == 0
 
     tensor = data(rank, 60, torch.float32)
-    work = dist.all_reduce(tensor, async_op=True)
-    assert work is not None
+    work = start_all_reduce(tensor)
     work.wait()
     assert work.is_completed()
     assert_bits(tensor, wanted)

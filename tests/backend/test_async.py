@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 import meshplan
 import meshplan.backend
 from meshplan.collectives._lanes import OrderedThread
-from tests.processes import arrive, run_ranks, wait_for
+from tests.processes import arrive, run_ranks, start_all_reduce, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -42,8 +42,7 @@ def overlap(rank: int) -> list[Any]:
     dist.all_reduce(torch.zeros(1))
     if rank == 1:
         wait_for("went on", 1)
-    work = dist.all_reduce(x, async_op=True)
-    assert work is not None
+    work = start_all_reduce(x)
     early = rank == 0 and work.is_completed()
     if rank == 0:
         arrive("went on")
@@ -61,7 +60,7 @@ def version_of_a_late_result(rank: int) -> list[int]:
     for number in range(3):  # The later ones repeat the first.
         x, out = torch.ones(6), torch.empty(3)
         calls = [
-            (x, lambda x=x: dist.all_reduce(x, async_op=True)),
+            (x, lambda x=x: start_all_reduce(x)),
             (out, lambda x=x, out=out: dist.reduce_scatter_single(out, x, async_op=True)),
         ]
         for name, (written, call) in enumerate(calls):
@@ -69,7 +68,6 @@ def version_of_a_late_result(rank: int) -> list[int]:
             if rank == 1:
                 wait_for(f"issued {number} {name}", 1)
             work = call()
-            assert work is not None
             issued = written._version
             if rank == 0:
                 arrive(f"issued {number} {name}")
@@ -120,14 +118,12 @@ def test_selective_checkpoints_repeat_no_reduction() -> None:
 def keep_order(rank: int) -> list[float]:
     """Each reduction reads what the one before it has written, and no one waits."""
     x = torch.ones(1) * (rank + 1)
-    works = [dist.all_reduce(x, async_op=True) for _ in range(20)]
+    works = [start_all_reduce(x) for _ in range(20)]
     out = torch.empty(1)
     last = dist.reduce_scatter_single(out, x.expand(2).contiguous() * 0 + 1, async_op=True)
     # Synchronous, and still behind all of them.
     dist.all_reduce(x)
-    for work in [*works, last]:
-        assert work is not None
-        work.wait()
+    finish([*works, last])
     return [x.item(), out.item()]
 
 
@@ -139,13 +135,8 @@ def cross(rank: int) -> list[float]:
     """Ranks issue on two groups in different orders: each group has a thread of its own."""
     groups = [dist.new_group(backend="meshplan") for _ in range(2)]
     tensors = [torch.ones(3), torch.ones(3) * 5]
-    works = [
-        dist.all_reduce(tensors[i], group=groups[i], async_op=True)
-        for i in ((0, 1) if rank == 0 else (1, 0))
-    ]
-    for work in works:
-        assert work is not None
-        work.wait()
+    order = (0, 1) if rank == 0 else (1, 0)
+    finish([start_all_reduce(tensors[i], group=groups[i]) for i in order])
     return [tensor[0].item() for tensor in tensors]
 
 
@@ -156,7 +147,7 @@ def test_groups_do_not_wait_for_each_other() -> None:
 def mix(rank: int) -> list[float]:
     """Calls that move data, between reductions whose `wait` was not called."""
     x, y = torch.ones(50_000), torch.full((3,), float(rank))
-    work = dist.all_reduce(x, async_op=True)
+    work = start_all_reduce(x)
     dist.broadcast(y, 1)
     found = [torch.empty(3) for _ in range(2)]
     dist.all_gather(found, y + rank)
@@ -165,7 +156,6 @@ def mix(rank: int) -> list[float]:
         dist.send(torch.ones(1) * 7, 1)
     else:
         dist.recv(peer, 0)
-    assert work is not None
     work.wait()
     return [x[-1].item(), y[0].item(), found[1][0].item(), peer.item() if rank else 7.0]
 
@@ -182,7 +172,7 @@ def call_functions(rank: int) -> list[float]:
         wait_for("issued", 1)
         # Not needed for the result: rank 1 comes to the function.
         time.sleep(0.3)
-    works = [dist.all_reduce(one, async_op=True) for one in (x, y)]
+    works = [start_all_reduce(one) for one in (x, y)]
     if rank == 1:
         arrive("issued")
     else:
@@ -205,8 +195,7 @@ def test_functions_have_an_order_of_their_own() -> None:
 
 def disagree(rank: int) -> list[Any]:
     x = torch.ones(3 + rank)
-    work = dist.all_reduce(x, async_op=True)
-    assert work is not None
+    work = start_all_reduce(x)
     future = work.get_future()
     try:
         work.wait()
@@ -234,8 +223,7 @@ def miss(rank: int) -> list[Any]:
     if rank == 1:
         wait_for("gave up", 1)
         return []
-    work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
-    assert work is not None
+    work = start_all_reduce(torch.ones(1), group=group)
     try:
         work.wait()
     except meshplan.MeshplanError as error:
@@ -252,8 +240,7 @@ def test_a_wait_for_a_missing_rank_ends_and_names_it() -> None:
 
 def end_thread(rank: int) -> list[list[str]]:
     before = thread_names()
-    work = dist.all_reduce(torch.ones(1), async_op=True)
-    assert work is not None
+    work = start_all_reduce(torch.ones(1))
     work.wait()
     during = thread_names()
     del work
@@ -273,7 +260,7 @@ def test_the_thread_starts_with_the_first_call_and_ends_with_the_group() -> None
 
 
 def fork(rank: int) -> str:
-    dist.all_reduce(torch.ones(1), async_op=True).wait()  # type: ignore[union-attr]
+    start_all_reduce(torch.ones(1)).wait()
     reader, writer = os.pipe()
     if os.fork() == 0:
         try:
@@ -349,14 +336,12 @@ def reduce_in_callbacks(rank: int) -> list[float]:
     def again(future: Any) -> Any:
         (x,) = future.wait()
         y = x * 10
-        nested = dist.all_reduce(y, async_op=True)
-        assert nested is not None
+        nested = start_all_reduce(y)
         return nested.get_future().wait()[0]
 
     futures = []
     for number in range(1, 5):
-        work = dist.all_reduce(torch.full((3,), float(number)), async_op=True)
-        assert work is not None
+        work = start_all_reduce(torch.full((3,), float(number)))
         futures.append(work.get_future().then(again))
         if rank == number % 2:
             time.sleep(0.05)

@@ -30,11 +30,12 @@ from meshplan._torch.process_group import (
 from meshplan.backend._group import MeshplanProcessGroup
 from meshplan.errors import BackendError
 from tests.backend.native_calls import count_native_reductions
-from tests.processes import run_ranks
+from tests.processes import run_ranks, start_all_reduce
 
 pytestmark = pytest.mark.processes
 RANKS, WIDTH = 3, 40
 _functional = torch.ops._c10d_functional
+Way = Callable[[Tensor], Tensor]
 
 
 def summand(rank: int, seed: int = 0) -> Tensor:
@@ -48,41 +49,37 @@ def contract_sum(seed: int = 0) -> Tensor:
     return meshplan.reduce_leaves([summand(r, seed) for r in range(RANKS)], "sum", [RANKS])
 
 
+def world() -> Any:
+    return dist.group.WORLD
+
+
 def blocks(tensor: Tensor) -> list[Tensor]:
     return list(tensor.clone().chunk(RANKS))
 
 
-def own(tensor: Tensor) -> Tensor:
-    return tensor.chunk(RANKS)[dist.get_rank()]
+def in_place(call: Callable[[Tensor], object]) -> Way:
+    def run(x: Tensor) -> Tensor:
+        call(x)
+        return x
+
+    return run
+
+
+def into(call: Callable[[Tensor, Tensor], object]) -> Way:
+    def run(x: Tensor) -> Tensor:
+        call(out := torch.empty(WIDTH), x)
+        return out
+
+    return run
+
+
+def compiled(way: Way) -> Way:
+    return lambda x: torch.compile(way, backend="aot_eager", fullgraph=True)(x)
 
 
 def all_reduce(x: Tensor) -> Tensor:
     dist.all_reduce(x)
-    return x
-
-
-def all_reduce_async(x: Tensor) -> Tensor:
-    work = dist.all_reduce(x, async_op=True)
-    assert work is not None
-    work.wait()
-    return x
-
-
-def all_reduce_coalesced(x: Tensor) -> Tensor:
-    dist.all_reduce_coalesced(blocks := list(x.chunk(4)))
-    return torch.cat(blocks)
-
-
-def coalescing_manager(x: Tensor) -> Tensor:
-    with _coalescing_manager():
-        for part in x.chunk(4):
-            dist.all_reduce(part)
-    return x
-
-
-def group_method(x: Tensor) -> Tensor:
-    dist.group.WORLD.allreduce([x]).wait()  # type: ignore[union-attr]
-    return x
+    return x + 0
 
 
 def functional_all_reduce(x: Tensor) -> Tensor:
@@ -90,127 +87,136 @@ def functional_all_reduce(x: Tensor) -> Tensor:
 
 
 def functional_all_reduce_coalesced(x: Tensor) -> Tensor:
-    parts = funcol.all_reduce_coalesced(list(x.chunk(4)), "sum", dist.group.WORLD)
+    parts = funcol.all_reduce_coalesced(list(x.chunk(4)), "sum", world())
     return torch.cat([part + 0 for part in parts])
 
 
-def compiled_all_reduce(x: Tensor) -> Tensor:
-    def run(x: Tensor) -> Tensor:
-        return funcol.all_reduce(x, "sum", dist.group.WORLD) + 0
-
-    return torch.compile(run, backend="aot_eager", fullgraph=True)(x)
-
-
-def compiled_all_reduce_in_place(x: Tensor) -> Tensor:
-    def run(x: Tensor) -> Tensor:
-        dist.all_reduce(x)
-        return x + 0
-
-    return torch.compile(run, backend="aot_eager", fullgraph=True)(x)
-
-
 def operator_all_reduce(x: Tensor) -> Tensor:
-    return _functional.wait_tensor(_functional.all_reduce_(x, "sum", dist.group.WORLD.group_name))  # type: ignore[union-attr]
-
-
-def differentiable_all_reduce(x: Tensor) -> Tensor:
-    return nn_collectives.all_reduce(x)
-
-
-ALL_REDUCES = (
-    all_reduce,
-    all_reduce_async,
-    all_reduce_coalesced,
-    coalescing_manager,
-    group_method,
-    functional_all_reduce,
-    functional_all_reduce_coalesced,
-    compiled_all_reduce,
-    compiled_all_reduce_in_place,
-    operator_all_reduce,
-    differentiable_all_reduce,
-)
-
-
-def reduce_scatter(x: Tensor) -> Tensor:
-    out = torch.empty(WIDTH)
-    dist.reduce_scatter(out, blocks(x))
-    return out
-
-
-def reduce_scatter_tensor(x: Tensor) -> Tensor:
-    out = torch.empty(WIDTH)
-    dist.reduce_scatter_tensor(out, x)
-    return out
-
-
-def reduce_scatter_async(x: Tensor) -> Tensor:
-    out = torch.empty(WIDTH)
-    dist.reduce_scatter_tensor(out, x, async_op=True).wait()
-    return out
-
-
-def reduce_scatter_base(x: Tensor) -> Tensor:
-    out = torch.empty(WIDTH)
-    dist._reduce_scatter_base(out, x)
-    return out
-
-
-def coalesced_reduce_scatter(x: Tensor) -> Tensor:
-    outs = [torch.empty(WIDTH // 2), torch.empty(WIDTH // 2)]
-    halves = x.view(RANKS, 2, WIDTH // 2).transpose(0, 1)
-    with _coalescing_manager():
-        for out, half in zip(outs, halves, strict=True):
-            dist.reduce_scatter_tensor(out, half.reshape(-1))
-    return torch.cat(outs)
-
-
-def functional_reduce_scatter(x: Tensor) -> Tensor:
-    return funcol.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD) + 0
+    found = _functional.all_reduce_(x, "sum", world().group_name)
+    return _functional.wait_tensor(found)  # type: ignore[no-any-return]
 
 
 def functional_reduce_scatter_coalesced(x: Tensor) -> Tensor:
     halves = [half.reshape(-1) for half in x.view(RANKS, 2, WIDTH // 2).transpose(0, 1)]
-    parts = funcol.reduce_scatter_tensor_coalesced(halves, "sum", [0, 0], dist.group.WORLD)
+    parts = funcol.reduce_scatter_tensor_coalesced(halves, "sum", [0, 0], world())
     return torch.cat([part + 0 for part in parts])
 
 
-def differentiable_reduce_scatter(x: Tensor) -> Tensor:
-    return nn_collectives.reduce_scatter(torch.empty(WIDTH), blocks(x))
+def native(name: str, *arguments: Any) -> None:
+    """Call a method of C++'s own class, as C++ does; it asks Python for some of them."""
+    getattr(dist.ProcessGroup, name)(world(), *arguments).wait()
 
 
-REDUCE_SCATTERS = (
-    reduce_scatter,
-    reduce_scatter_tensor,
-    reduce_scatter_async,
-    reduce_scatter_base,
-    coalesced_reduce_scatter,
-    functional_reduce_scatter,
-    functional_reduce_scatter_coalesced,
-    differentiable_reduce_scatter,
-)
+def c10d(name: str, *tensors: Any, more: tuple[Any, ...] = ()) -> None:
+    """Call ``torch.ops.c10d``; only the work holds the reduction."""
+    found = getattr(torch.ops.c10d, name)(
+        *tensors, world().boxed(), torch.classes.c10d.ReduceOp(), *more, async_op=True
+    )
+    work = found[1] if isinstance(found, tuple) else found
+    dist.Work.unbox(work).wait()
 
 
-def difference(run: Callable[[Tensor], Tensor], expected: Tensor) -> str:
+def reduce_to(root: int, part: Tensor) -> None:
+    options = dist.ReduceOptions()
+    options.rootRank = root
+    native("reduce", [part], options)
+
+
+def each_root(call: Callable[[int, Tensor], object]) -> Way:
+    """Reduce a part to each rank."""
+
+    def run(x: Tensor) -> Tensor:
+        for root, part in enumerate(x.chunk(RANKS)):
+            call(root, part)
+        return own(x)
+
+    return run
+
+
+def all_reduce_in_block(x: Tensor) -> None:
+    with _coalescing_manager():
+        for part in x.chunk(4):
+            dist.all_reduce(part)
+
+
+def reduce_scatter_in_block(out: Tensor, x: Tensor) -> None:
+    halves = x.view(RANKS, 2, WIDTH // 2).transpose(0, 1)
+    with _coalescing_manager():
+        for part, half in zip(out.chunk(2), halves, strict=True):
+            dist.reduce_scatter_tensor(part, half.reshape(-1))
+
+
+def own(tensor: Tensor) -> Tensor:
+    return tensor.chunk(RANKS)[dist.get_rank()]
+
+
+def in_inference_mode(x: Tensor) -> None:
+    with torch.inference_mode():
+        y = x.clone()
+        c10d("allreduce_", [y], more=(None,))
+    x.copy_(y)
+
+
+ALL_REDUCES: dict[str, Way] = {
+    "all_reduce": all_reduce,
+    "asynchronous": in_place(lambda x: start_all_reduce(x).wait()),
+    "coalesced": in_place(lambda x: dist.all_reduce_coalesced(list(x.chunk(4)))),
+    "block": in_place(all_reduce_in_block),
+    "method": in_place(lambda x: world().allreduce([x]).wait()),
+    "functional": functional_all_reduce,
+    "functional coalesced": functional_all_reduce_coalesced,
+    "compiled": compiled(functional_all_reduce),
+    "compiled in place": compiled(all_reduce),
+    "operator": operator_all_reduce,
+    "differentiable": nn_collectives.all_reduce,
+    "native": in_place(lambda x: native("allreduce", [x])),
+    "native coalesced": in_place(lambda x: native("allreduce_coalesced", list(x.chunk(4)))),
+    "c10d": in_place(lambda x: c10d("allreduce_", [x], more=(None,))),
+    "c10d coalesced": in_place(lambda x: c10d("allreduce_coalesced_", list(x.chunk(4)))),
+    "c10d in inference mode": in_place(in_inference_mode),
+}
+_options = dist.ReduceScatterOptions
+REDUCE_SCATTERS: dict[str, Way] = {
+    "reduce_scatter": into(lambda out, x: dist.reduce_scatter(out, blocks(x))),
+    "tensor": into(lambda out, x: dist.reduce_scatter_tensor(out, x)),
+    "asynchronous": into(lambda out, x: dist.reduce_scatter_tensor(out, x, async_op=True).wait()),
+    "base": into(lambda out, x: dist._reduce_scatter_base(out, x)),
+    "block": into(reduce_scatter_in_block),
+    "functional": lambda x: funcol.reduce_scatter_tensor(x, "sum", 0, world()) + 0,
+    "functional coalesced": functional_reduce_scatter_coalesced,
+    "differentiable": lambda x: nn_collectives.reduce_scatter(torch.empty(WIDTH), blocks(x)),
+    "native reduce": each_root(reduce_to),
+    "native": into(lambda out, x: native("reduce_scatter", [out], [blocks(x)], _options())),
+    "native tensor": into(lambda out, x: native(REDUCE_SCATTER_SINGLE, out, x, _options())),
+    "native coalesced": into(
+        lambda out, x: native("reduce_scatter_tensor_coalesced", [out], [x], _options())
+    ),
+    "c10d reduce": each_root(lambda root, part: c10d("reduce_", [part], more=(root, 0))),
+    "c10d": into(lambda out, x: c10d("reduce_scatter_", [out], [blocks(x)])),
+    "c10d base": into(lambda out, x: c10d("_reduce_scatter_base_", out, x)),
+    "c10d coalesced": into(lambda out, x: c10d("reduce_scatter_tensor_coalesced_", [out], [x])),
+}
+
+
+def difference(run: Way, expected: Tensor) -> str:
     """Empty if ``run`` has the bits of ``expected`` without a native reduction."""
     with count_native_reductions() as counts, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         found = run(summand(dist.get_rank()))
     wrong = int((found.detach().view(torch.int32) != expected.view(torch.int32)).sum())
-    return f"{run.__name__}: {wrong} elements differ, native {dict(counts)}" * (
-        wrong or any(counts)
-    )
+    return f"{wrong} elements differ, native {dict(counts)}" * bool(wrong or any(counts))
 
 
-def compare_all(_: int) -> list[str]:
+def compare_all(_: int) -> dict[str, str]:
     whole = contract_sum()
-    found = [difference(run, whole) for run in ALL_REDUCES]
-    return found + [difference(run, own(whole)) for run in REDUCE_SCATTERS]
+    found = {name: difference(run, whole) for name, run in ALL_REDUCES.items()}
+    mine = own(whole)
+    found |= {f"scatter, {name}": difference(run, mine) for name, run in REDUCE_SCATTERS.items()}
+    return {name: text for name, text in found.items() if text}
 
 
 def test_every_entry_point_has_the_bits_of_the_contract() -> None:
-    for found in run_ranks(compare_all, RANKS, backend="meshplan"):
-        assert [line for line in found if line] == []
+    assert run_ranks(compare_all, RANKS, backend="meshplan") == [{}] * RANKS
 
 
 def compare_gloo(_: int) -> int:
@@ -221,136 +227,9 @@ def test_gloo_has_other_bits_for_the_same_summands() -> None:
     assert all(run_ranks(compare_gloo, RANKS))
 
 
-def native_method(name: str) -> Any:
-    """A method of C++'s own class, as C++ calls it; it asks Python for some of them."""
-    return getattr(dist.ProcessGroup, name)
-
-
-def native_all_reduce(x: Tensor) -> Tensor:
-    native_method("allreduce")(dist.group.WORLD, [x]).wait()
-    return x
-
-
-def native_all_reduce_coalesced(x: Tensor) -> Tensor:
-    native_method("allreduce_coalesced")(dist.group.WORLD, list(x.chunk(4))).wait()
-    return x
-
-
-def native_reduce(x: Tensor) -> Tensor:
-    for root, part in enumerate(x.chunk(RANKS)):
-        options = dist.ReduceOptions()
-        options.rootRank = root
-        native_method("reduce")(dist.group.WORLD, [part], options).wait()
-    return own(x)
-
-
-def native_reduce_scatter(x: Tensor) -> Tensor:
-    out = torch.empty(WIDTH)
-    options = dist.ReduceScatterOptions()
-    native_method("reduce_scatter")(dist.group.WORLD, [out], [blocks(x)], options).wait()
-    return out
-
-
-def native_reduce_scatter_single(x: Tensor) -> Tensor:
-    out = torch.empty(WIDTH)
-    options = dist.ReduceScatterOptions()
-    native_method(REDUCE_SCATTER_SINGLE)(dist.group.WORLD, out, x, options).wait()
-    return out
-
-
-def native_reduce_scatter_coalesced(x: Tensor) -> Tensor:
-    out = torch.empty(WIDTH)
-    options = dist.ReduceScatterOptions()
-    method = native_method("reduce_scatter_tensor_coalesced")
-    method(dist.group.WORLD, [out], [x], options).wait()
-    return out
-
-
-def c10d_operator(name: str, *tensors: Any, more: tuple[Any, ...] = ()) -> None:
-    """Call ``torch.ops.c10d``; only the work holds the reduction."""
-    group = dist.group.WORLD
-    assert group is not None
-    found = getattr(torch.ops.c10d, name)(
-        *tensors, group.boxed(), torch.classes.c10d.ReduceOp(), *more, async_op=True
-    )
-    work = found[1] if isinstance(found, tuple) else found
-    dist.Work.unbox(work).wait()
-
-
-def c10d_all_reduce(x: Tensor) -> Tensor:
-    c10d_operator("allreduce_", [x], more=(None,))
-    return x
-
-
-def c10d_all_reduce_coalesced(x: Tensor) -> Tensor:
-    c10d_operator("allreduce_coalesced_", list(x.chunk(4)))
-    return x
-
-
-def c10d_reduce(x: Tensor) -> Tensor:
-    for root, part in enumerate(x.chunk(RANKS)):
-        c10d_operator("reduce_", [part], more=(root, 0))
-    return own(x)
-
-
-def c10d_reduce_scatter(x: Tensor) -> Tensor:
-    out = torch.empty(WIDTH)
-    c10d_operator("reduce_scatter_", [out], [blocks(x)])
-    return out
-
-
-def c10d_reduce_scatter_base(x: Tensor) -> Tensor:
-    out = torch.empty(WIDTH)
-    c10d_operator("_reduce_scatter_base_", out, x)
-    return out
-
-
-def c10d_reduce_scatter_coalesced(x: Tensor) -> Tensor:
-    out = torch.empty(WIDTH)
-    c10d_operator("reduce_scatter_tensor_coalesced_", [out], [x])
-    return out
-
-
-def c10d_in_inference_mode(x: Tensor) -> Tensor:
-    with torch.inference_mode():
-        y = x.clone()
-        c10d_operator("allreduce_", [y], more=(None,))
-    return x.copy_(y)
-
-
-NATIVE_ALL_REDUCES = (
-    c10d_in_inference_mode,
-    native_all_reduce,
-    native_all_reduce_coalesced,
-    c10d_all_reduce,
-    c10d_all_reduce_coalesced,
-)
-NATIVE_REDUCE_SCATTERS = (
-    native_reduce,
-    native_reduce_scatter,
-    native_reduce_scatter_single,
-    native_reduce_scatter_coalesced,
-    c10d_reduce,
-    c10d_reduce_scatter,
-    c10d_reduce_scatter_base,
-    c10d_reduce_scatter_coalesced,
-)
-
-
-def compare_native(_: int) -> list[str]:
-    whole = contract_sum()
-    found = [difference(run, whole) for run in NATIVE_ALL_REDUCES]
-    return found + [difference(run, own(whole)) for run in NATIVE_REDUCE_SCATTERS]
-
-
-def test_native_code_and_operators_have_the_bits_of_the_contract() -> None:
-    for found in run_ranks(compare_native, RANKS, backend="meshplan"):
-        assert [line for line in found if line] == []
-
-
 def fail_in_operator(rank: int) -> str:
     try:
-        c10d_operator("allreduce_", [torch.ones(2 + rank)], more=(None,))
+        c10d("allreduce_", [torch.ones(2 + rank)], more=(None,))
     except meshplan.MeshplanError as error:
         return error.code
     return ""
@@ -362,9 +241,8 @@ def test_errors_reach_the_work_of_an_operator() -> None:
 
 def move(rank: int) -> list[Any]:
     """Operators that move data: over the inner backend, from C++."""
-    group, ops = dist.group.WORLD, torch.ops.c10d
-    assert group is not None
-    boxed, x = group.boxed(), torch.full((2,), float(rank + 1))
+    ops = torch.ops.c10d
+    boxed, x = world().boxed(), torch.full((2,), float(rank + 1))
     gathered = [torch.empty(2) for _ in range(2)]
     flat, mixed, same, scattered = torch.empty(4), torch.empty(2), x.clone(), torch.empty(2)
     peer, source = torch.empty(2), [[x, x * 10]] if rank == 0 else []
@@ -401,7 +279,7 @@ def test_every_operator_that_adds_has_a_method() -> None:
 def refuse_operator(rank: int) -> str:
     c10d_operators._METHODS.pop("allreduce_")
     try:
-        c10d_operator("allreduce_", [torch.ones(2)], more=(None,))
+        c10d("allreduce_", [torch.ones(2)], more=(None,))
     except RuntimeError as error:
         return str(error).splitlines()[0]
     return ""

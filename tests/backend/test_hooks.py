@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import meshplan
 import meshplan.backend
 from tests.backend.native_calls import count_native_reductions
-from tests.processes import run_ranks
+from tests.processes import run_ranks, start_all_reduce
 
 pytestmark = pytest.mark.processes
 RANKS = 3
@@ -30,8 +30,7 @@ RANKS = 3
 
 def then_double(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """A hook of a user: two reductions, chained by futures."""
-    first = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    assert first is not None
+    first = start_all_reduce(bucket.buffer(), group=group)
 
     def again(future: Any) -> Tensor:
         (total,) = future.value()

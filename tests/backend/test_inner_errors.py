@@ -12,16 +12,15 @@ import torch.distributed as dist
 
 import meshplan
 from tests.marks import full
-from tests.processes import arrive, run_ranks, shorten, wait_for
+from tests.processes import arrive, run_ranks, shorten, start_all_reduce, wait_for
+from tests.refusals import refusal
 
 pytestmark = pytest.mark.processes
 BAND, SUM = dist.ReduceOp.BAND, dist.ReduceOp.SUM
 
 
 def start(op: dist.ReduceOp.RedOpType, dtype: torch.dtype = torch.int32) -> dist.Work:
-    work = dist.all_reduce(torch.ones(3).to(dtype), op=op, async_op=True)
-    assert work is not None
-    return work
+    return start_all_reduce(torch.ones(3).to(dtype), op=op)
 
 
 def wait_and_catch(work: dist.Work, found: list[str]) -> None:
@@ -35,9 +34,7 @@ def fail(how: str) -> list[str]:
     """A bitwise reduction to which a rank does not come; the errors that the caller has seen."""
     found: list[str] = []
     if how == "issued":
-        with pytest.raises(RuntimeError) as caught:
-            dist.all_reduce(torch.ones(3, dtype=torch.int32), op=BAND)
-        return [str(caught.value)]
+        return [refusal(RuntimeError, dist.all_reduce, torch.ones(3, dtype=torch.int32), op=BAND)]
     work = start(BAND)
     future = work.get_future()
     if how == "waited":
@@ -62,9 +59,7 @@ def refusals() -> list[str]:
         lambda: meshplan.deterministic_all_reduce(ones),
         lambda: start(SUM, torch.float32).wait(),
     ):
-        with pytest.raises(RuntimeError) as caught:
-            call()
-        found.append(str(caught.value))
+        found.append(refusal(RuntimeError, call))
     return found
 
 

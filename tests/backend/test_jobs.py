@@ -23,7 +23,7 @@ import meshplan
 import meshplan.backend
 from tests.backend.native_calls import count_native_reductions
 from tests.backend.training import STEPS, WORLD, build, read_shards, resume, summand, train
-from tests.processes import run_ranks
+from tests.processes import run_ranks, start_all_reduce
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def create_again(rank: int) -> list[list[bool]]:
         )
         half = dist.new_group(range(number % 2, WORLD, 2))
         x, y = summand(place), summand(place)
-        work = dist.all_reduce(x, async_op=True)
+        work = start_all_reduce(x)
         dist.all_reduce(y)
         right = [torch.equal(y, contract_sum())] if number != 2 else [True]
         members = dist.get_process_group_ranks(half) if place % 2 == number % 2 else []
@@ -55,7 +55,6 @@ def create_again(rank: int) -> list[list[bool]]:
             right.append(z[0].item() == len(members))
         # The last one is destroyed before the first is waited for.
         dist.destroy_process_group()
-        assert work is not None
         work.wait()
         found.append([*right, torch.equal(x, y)])
     return found
@@ -69,7 +68,7 @@ def test_default_groups_are_created_again_in_one_process() -> None:
 def exchange_objects(rank: int) -> list[Any]:
     """Between two reductions before their waits."""
     x = summand(rank)
-    works = [dist.all_reduce(x, async_op=True)]
+    works = [start_all_reduce(x)]
     gathered: list[Any] = [None] * WORLD
     dist.all_gather_object(gathered, {"rank": rank})
     sent = [{"from": 2}] if rank == 2 else [None]
@@ -83,9 +82,8 @@ def exchange_objects(rank: int) -> list[Any]:
         dist.send_object_list(passed, dst=3)
     if rank == 3:
         dist.recv_object_list(passed, src=0)
-    works.append(dist.all_reduce(x, async_op=True))
+    works.append(start_all_reduce(x))
     for work in works:
-        assert work is not None
         work.wait()
     right = torch.equal(x, contract_sum() * WORLD)
     return [gathered, sent, received, all_of, passed, right]

@@ -29,7 +29,7 @@ from meshplan.errors import FallbackRefusedError
 from meshplan.testing import order_sensitive
 from tests import emulated_cuda as emulated
 from tests.marks import full
-from tests.processes import run_ranks
+from tests.processes import run_ranks, start_all_reduce
 
 pytestmark = [
     pytest.mark.processes,
@@ -96,8 +96,7 @@ def reduce_everything(rank: int, inner: str = "emulated") -> dict[str, Any]:  # 
         return given
 
     def all_reduce_async(given: list[Tensor]) -> list[Tensor]:
-        for work in [dist.all_reduce(one, group=group, async_op=True) for one in given]:
-            assert work is not None
+        for work in [start_all_reduce(one, group=group) for one in given]:
             work.wait()
         return given
 
@@ -168,6 +167,11 @@ def test_gloo_is_given_no_address_of_a_gpu() -> None:
     assert run_ranks(ranks, 3) == [([], True)] * 3
 
 
+def hold_back(group: Any) -> emulated.Gate:
+    """What the group reduces from here on waits until the gate is open, and the host goes on."""
+    return emulated.Gate(group._device_lane.side_stream(CUDA).stream)
+
+
 # Order. Each program returns whether its result was right.
 
 
@@ -178,82 +182,68 @@ def read_what_the_caller_wrote(rank: int, group: Any) -> bool:
     mine = leaves[rank].to(CUDA)
     gate = emulated.Gate(emulated.current_stream())
     x.copy_(mine)
-    work = dist.all_reduce(x, group=group, async_op=True)
-    assert work is not None
+    work = start_all_reduce(x, group=group)
     gate.open()
     work.wait()
     return same(x, sum_of(leaves))
 
 
-def use_the_result_behind_wait(rank: int, group: Any) -> bool:
-    """The device is late with the reduction, and the host goes on."""
+def reduce_late(rank: int, group: Any) -> tuple[Tensor, emulated.Gate, dist.Work, Tensor]:
+    """What a reduction is written to behind a gate, its work, and the right result."""
     leaves = leaves_of(2)
-    x = leaves[rank].to(CUDA)
-    gate = emulated.Gate(group._device_lane.side_stream(CUDA).stream)
-    work = dist.all_reduce(x, group=group, async_op=True)
-    assert work is not None
+    x, gate = leaves[rank].to(CUDA), hold_back(group)
+    return x, gate, start_all_reduce(x, group=group), sum_of(leaves)
+
+
+def use_the_result_behind_wait(rank: int, group: Any) -> bool:
+    x, gate, work, total = reduce_late(rank, group)
     work.wait()
     found = x * 1.0
     gate.open()
-    return same(found, sum_of(leaves))
+    return same(found, total)
 
 
 def wait_on_another_stream(rank: int, group: Any) -> bool:
     """The stream that is current at ``wait`` counts, not that of the call."""
-    leaves = leaves_of(2)
-    x = leaves[rank].to(CUDA)
-    gate = emulated.Gate(group._device_lane.side_stream(CUDA).stream)
-    work = dist.all_reduce(x, group=group, async_op=True)
-    assert work is not None
+    x, gate, work, total = reduce_late(rank, group)
     with emulated.Stream(CUDA):
         work.wait()
         found = x * 1.0
         gate.open()
-        return same(found, sum_of(leaves))
+        return same(found, total)
 
 
 def use_the_result_of_a_future(rank: int, group: Any) -> bool:
     """Callbacks run on streams that wait, and so does who waits for the future."""
-    leaves = leaves_of(2)
-    x = leaves[rank].to(CUDA)
-    gate = emulated.Gate(group._device_lane.side_stream(CUDA).stream)
-    work = dist.all_reduce(x, group=group, async_op=True)
-    assert work is not None
+    _x, gate, work, total = reduce_late(rank, group)
     doubled = work.get_future().then(lambda future: future.value()[0] * 2.0)
     found = doubled.wait() * 1.0
     gate.open()
-    return same(found, sum_of(leaves) * 2.0)
+    return same(found, total * 2.0)
 
 
-def let_go_of_the_input(rank: int, group: Any) -> bool:
+def let_go_of_the_input(rank: int, group: Any, *, keeps_work: bool = True) -> bool:
     """Its memory is allocated and written again before the reduction has read it."""
     leaves = leaves_of(2, numel=2 * NUMEL)
-    out = torch.empty(NUMEL, device=CUDA)
+    out, kept = torch.empty(NUMEL, device=CUDA), torch.zeros(2, device=CUDA)
     x = leaves[rank].to(CUDA)
-    gate = emulated.Gate(group._device_lane.side_stream(CUDA).stream)
+    gate = hold_back(group)
     work = dist.reduce_scatter_single(out, x, group=group, async_op=True)
-    assert work is not None
+    work = work if keeps_work else None
     del x
     gc.collect()
     torch.full((2 * NUMEL,), 7.0, device=CUDA)
     gate.open()
-    work.wait()
+    if work is not None:
+        work.wait()
+    else:
+        dist.all_reduce(kept, group=group)
     return same(out * 1.0, sum_of(leaves).view(2, -1)[rank])
 
 
 def drop_the_work(rank: int, group: Any) -> bool:
     """The group holds the memory if the caller does not keep the work."""
-    leaves = leaves_of(2, numel=2 * NUMEL)
-    out, kept = torch.empty(NUMEL, device=CUDA), torch.zeros(2, device=CUDA)
-    x = leaves[rank].to(CUDA)
-    gate = emulated.Gate(group._device_lane.side_stream(CUDA).stream)
-    dist.reduce_scatter_single(out, x, group=group, async_op=True)
-    del x
-    gc.collect()
-    torch.full((2 * NUMEL,), 7.0, device=CUDA)
-    gate.open()
-    dist.all_reduce(kept, group=group)
-    return same(out * 1.0, sum_of(leaves).view(2, -1)[rank])
+    return let_go_of_the_input(rank, group, keeps_work=False)
 
 
 def captured(rank: int, group: Any) -> bool:
@@ -263,8 +253,7 @@ def captured(rank: int, group: Any) -> bool:
     dist.all_reduce(x, group=group)
     with emulated.capture(emulated.Stream(CUDA)) as graph:
         y.copy_(x)
-        work = dist.all_reduce(y, group=group, async_op=True)
-        assert work is not None
+        work = start_all_reduce(y, group=group)
         work.wait()
         dist.all_reduce(y, dist.ReduceOp.MAX, group=group)
         doubled.copy_(y * 2.0)
@@ -460,9 +449,8 @@ def complete(rank: int) -> list[Any]:
     group = emulated_group()
     x = torch.ones(3, device=CUDA)
     dist.all_reduce(x, group=group)
-    gate = emulated.Gate(group._device_lane.side_stream(CUDA).stream)
-    work = dist.all_reduce(x, group=group, async_op=True)
-    assert work is not None
+    gate = hold_back(group)
+    work = start_all_reduce(x, group=group)
     found: list[Any] = [work.is_completed(), work.is_success()]
     try:
         work.wait(timedelta(seconds=0.01))
@@ -489,8 +477,7 @@ def fail(rank: int) -> list[Any]:
         raise FallbackRefusedError("refused")
 
     _reductions.reduce_tensor = refuse
-    work = dist.all_reduce(x, group=group, async_op=True)
-    assert work is not None
+    work = start_all_reduce(x, group=group)
     found: list[Any] = [work.is_completed(), work.is_success()]
     for call in (
         work.wait,
@@ -504,9 +491,8 @@ def fail(rank: int) -> list[Any]:
     _reductions.reduce_tensor = reduce_tensor
     # Different dtypes are found on the device, and reported by the next wait.
     y = torch.ones(3, device=CUDA, dtype=(torch.float32, torch.int32)[rank])
-    work = dist.all_reduce(y, group=group, async_op=True)
+    work = start_all_reduce(y, group=group)
     emulated.synchronize()
-    assert work is not None
     # Ranks may find it in different calls, so that later ones would not be the same.
     for call in (work.wait, lambda: dist.all_reduce(x, group=group)):
         try:
@@ -533,14 +519,11 @@ def use_devices(rank: int) -> list[bool]:
         gates = [emulated.Gate(emulated.current_stream(one.device)) for one in tensors]
         for one in tensors:
             one.mul_(1.0)
-        works = [
-            dist.all_reduce(one, group=group, async_op=True)
-            for one in (tensors[0], here, tensors[1])
-        ]
+        places = tensors[0], here, tensors[1]
+        works = [start_all_reduce(one, group=group) for one in places]
         for gate in gates:
             gate.open()
         for work in works:
-            assert work is not None
             work.wait()
         right += [same(one * 1.0, sum_of(leaves)) for one in (*tensors, here)]
         right.append(emulated.current_device() == 0)
@@ -621,7 +604,7 @@ def coalesce(rank: int) -> list[Any]:
             for one in pair:
                 dist.all_reduce(one, group=group)
         if is_async:
-            gate = emulated.Gate(group._device_lane.side_stream(CUDA).stream)
+            gate = hold_back(group)
             gate.open()
             block.wait()
         found += [same(one * 1.0, sum_of(leaves)) for one in pair]
