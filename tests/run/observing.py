@@ -12,9 +12,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
+from meshplan._bits import bytes_of
+from meshplan.execute import _run
 from meshplan.run import RunSettings
 from meshplan.run._observation import Observation, observe
 from tests.processes import run_ranks
@@ -63,6 +67,50 @@ def make_model(
     model = nn.Sequential(*layers) if layers else nn.Linear(4, 4)
     whole: nn.Module = DistributedDataParallel(model) if ddp else model
     return whole, kind(whole.parameters(), lr=0.1)
+
+
+STEPS, BAD_STEP, BAD_RANK = 6, 3, 1
+
+
+def train(kind: str, fault: str = "") -> list[bytes]:
+    """The bits of the parameters after some steps; ``fault`` strikes one rank at one of them."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    model: nn.Module = DistributedDataParallel(inner) if kind == "ddp" else inner
+    if kind == "hsdp":
+        sizes = dist.get_world_size() // 2, 2
+        fully_shard(inner, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "fsdp")))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    weight: Any = inner[2].weight
+    torch.manual_seed(1 + rank)
+    run_path = _run._run_path
+
+    def add_wrongly(path: Any, summand: Tensor, step: Any, *arguments: Any) -> Any:
+        reduced = run_path(path, summand, step, *arguments)
+        if step.kind == "all_reduce":
+            flip(reduced.tensor, 5, 20)
+        return reduced
+
+    for step in range(1, STEPS + 1):
+        now = fault if (step, rank) == (BAD_STEP, BAD_RANK) else ""
+        loss = model(torch.randn(8, 16)).square().mean()
+        with mock.patch.object(_run, "_run_path", add_wrongly if now == "sum" else run_path):
+            loss.backward()
+        if kind == "by hand":
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        places = {
+            "gradient": weight.grad,
+            "parameter": weight,
+            "optimizer state": optimizer.state.get(weight, {}).get("exp_avg"),
+        }
+        if now in places:
+            flip(places[now], 5, 20)
+        if now != "skip":
+            optimizer.step()
+        optimizer.zero_grad()
+    return [bytes_of(local_of(one)) for one in model.parameters()]
 
 
 def backward(model: nn.Module, inputs: Tensor | None = None) -> None:

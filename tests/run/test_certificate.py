@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import random
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -132,25 +131,6 @@ def chain_of(path: Path) -> list[str]:
 
 
 class TestWords:
-    @pytest.mark.parametrize(
-        "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool]
-    )
-    def test_shards_add_up_to_the_words_of_the_tensor(self, dtype: torch.dtype) -> None:
-        chosen = random.Random(0)
-        for shape in [(5, 7), (9,), (), (3, 4, 5), (70_000,), (3, 300_000), (2, 3, 100_000)]:
-            if dtype is not torch.float32 and len(shape) > 1 and max(shape) > 100:
-                continue
-            whole = torch.randn(shape).mul(100).to(dtype)
-            spans = tuple((0, size) for size in shape)
-            wanted = find_words(whole, spans)
-            total = torch.zeros(2, dtype=torch.int64)
-            for dim in [chosen.randrange(len(shape))] if shape else []:
-                at = chosen.randint(0, shape[dim])
-                for start, stop in ((0, at), (at, shape[dim])):
-                    part = whole.narrow(dim, start, stop - start)
-                    total += find_words(part, (*spans[:dim], (start, stop), *spans[dim + 1 :]))
-                assert total.tolist() == wanted.tolist(), (shape, dim, at)
-
     def test_words_in_inference_mode_change_no_later_ones(self) -> None:
         # Keys of these indices are made in inference mode and kept.
         whole, spans = torch.randn(4, 50), ((3, 7), (0, 50))
@@ -242,7 +222,7 @@ def sharded(draw: Callable[[Any], Any]) -> tuple[Tensor, list[tuple[Any, Any]]]:
     first one with these elements.
     """
     dtype = draw(st.sampled_from(DTYPES))
-    most = [12_000, 3_000, 12, 6, 4][draw(st.integers(0, 4))]
+    most = [300_000, 12_000, 3_000, 12, 6, 4][draw(st.integers(0, 5))]
     shape = draw(st.lists(st.integers(0, most), max_size=1 if most > 3_000 else 4))
     shape[1:] = [size % 12 for size in shape[1:]] if most == 3_000 else shape[1:]
     shape = draw(st.permutations(shape))

@@ -10,16 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
-from meshplan._bits import bytes_of
 from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
-from meshplan.execute import _run
 from meshplan.planner import Step
 from meshplan.run import _leaves
 from meshplan.run._leaves import Leaves, find_wrong_sums
@@ -27,10 +20,9 @@ from meshplan.run._verdict import format_verdict
 from meshplan.testing import order_sensitive
 from tests.marks import full
 from tests.processes import run_ranks
-from tests.run.observing import flip, local_of, observe_ranks
+from tests.run.observing import BAD_RANK, BAD_STEP, flip, observe_ranks, train
 
 PAGE = Path(__file__).parents[2] / "docs" / "run.md"
-STEPS, BAD_STEP, BAD_RANK = 4, 3, 1
 ORDERS = [
     Contract(),
     Contract("rank", rounding="node"),
@@ -235,47 +227,6 @@ def test_groups_of_many_ranks_are_not_added() -> None:
     assert (found["wrong"], found["failed"]) == ([], "leaves of more than 8 ranks are not added")
 
 
-def wrap(job: str, model: nn.Module) -> nn.Module:
-    if job == "ddp":
-        return DistributedDataParallel(model)
-    return fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp")))
-
-
-def train(job: str = "ddp", fault: str = "") -> list[bytes]:
-    """The bits of the parameters after some steps; a bit flips on one rank at one of them."""
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    inner = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-    model = wrap(job, inner)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    weight: Any = inner[2].weight
-    torch.manual_seed(1 + rank)
-    run_path = _run._run_path
-
-    def add_wrongly(path: Any, summand: Tensor, step: Any, *arguments: Any) -> Any:
-        reduced = run_path(path, summand, step, *arguments)
-        if step.kind == "all_reduce":
-            flip(reduced.tensor, 5, 20)
-        return reduced
-
-    for step in range(1, STEPS + 1):
-        now = fault if (step, rank) == (BAD_STEP, BAD_RANK) else ""
-        loss = model(torch.randn(8, 16)).square().mean()
-        reduce = add_wrongly if now == "a sum of gradients" else run_path
-        with mock.patch.object(_run, "_run_path", reduce):
-            loss.backward()
-        places = {
-            "a gradient after its sum": weight.grad,
-            "a parameter": weight,
-            "an optimizer state": optimizer.state.get(weight, {}).get("exp_avg"),
-        }
-        if now in places:
-            flip(places[now], 5, 20)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [bytes_of(local_of(one)) for one in model.parameters()]
-
-
 def observe(job: str, fault: str, settings: str = "gradients every=1 keep_leaves=1") -> Any:
     ranks = 2 if job == "ddp" else 4
     return observe_ranks(lambda *_: train(job, fault), ranks, settings, backend="meshplan")
@@ -288,17 +239,23 @@ def read_table() -> dict[str, str]:
     return {fault: verdict.strip("`") for fault, verdict in rows}
 
 
-FAULTS = ("a sum of gradients", "a gradient after its sum", "a parameter", "an optimizer state")
+# By their names in the table.
+FAULTS = {
+    "a sum of gradients": "sum",
+    "a gradient after its sum": "gradient",
+    "a parameter": "parameter",
+    "an optimizer state": "optimizer state",
+}
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("job", "fault"),
-    [("ddp", one) if one == FAULTS[0] else full("ddp", one) for one in FAULTS]
+    [("ddp", one) if FAULTS[one] == "sum" else full("ddp", one) for one in FAULTS]
     + [full("hsdp", one) for one in FAULTS],
 )
 def test_wrong_rank_is_named_as_the_page_shows(job: str, fault: str) -> None:
-    report = observe(job, fault)[1]
+    report = observe(job, FAULTS[fault])[1]
     first = report["replicas"]["first_difference"]
     assert (first["step"], first["sums"]["not_kept"]) == (BAD_STEP, {})
     line = next(one for one in format_verdict(report).splitlines() if one.startswith("  sums: "))
@@ -329,7 +286,7 @@ plain = Leaves.__init__
 @pytest.mark.processes
 def test_wrong_sum_of_four_ranks_is_named_without_compared_gradients() -> None:
     settings = "every=1 keep_leaves=1"
-    run = observe_ranks(lambda *_: train("ddp", FAULTS[0]), 4, settings, backend="meshplan")
+    run = observe_ranks(lambda *_: train("ddp", "sum"), 4, settings, backend="meshplan")
     first = run[1]["replicas"]["first_difference"]
     assert (first["kind"], first["sums"]["wrong"]) == ("parameter", [BAD_RANK])
 
@@ -337,7 +294,7 @@ def test_wrong_sum_of_four_ranks_is_named_without_compared_gradients() -> None:
 @pytest.mark.processes
 def test_reductions_outside_the_contract_are_not_judged() -> None:
     settings = "gradients every=1 keep_leaves=1"
-    run = observe_ranks(lambda *_: train("ddp", FAULTS[1]), 2, settings)
+    run = observe_ranks(lambda *_: train("ddp", "gradient"), 2, settings)
     sums = run[1]["replicas"]["first_difference"]["sums"]
     assert (sums["compared"], sums["wrong"], sums["changed"]) == (0, [], [])
     assert sums["not_kept"] == {"outside the contract": 1}

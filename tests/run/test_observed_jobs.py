@@ -14,61 +14,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import meshplan
-from meshplan._bits import bytes_of
 from meshplan.run._observation import Observation
 from tests.processes import arrive, run_ranks, wait_for
 from tests.run.observing import (
-    flip,
-    local_of,
+    STEPS,
     make_model,
     observe_ranks,
     observed,
     run_script,
     take_step,
+    train,
 )
 
 pytestmark = pytest.mark.processes
-STEPS = 6
-
-
-def wrap(kind: str, model: nn.Module) -> nn.Module:
-    if kind == "ddp":
-        return DistributedDataParallel(model)
-    if kind == "hsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "fsdp")))
-    return model
-
-
-def train(kind: str, fault: str = "", bad_rank: int = 1) -> list[bytes]:
-    """The bits of the parameters after some steps; ``fault`` at step 3 of one rank."""
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    model = wrap(kind, nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    weight = list(model.parameters())[2]
-    torch.manual_seed(rank)
-    for step in range(1, STEPS + 1):
-        model(torch.randn(8, 16)).square().mean().backward()
-        if kind == "by hand":
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)
-        now = fault if step == 3 and rank == bad_rank else ""
-        if now == "gradient":
-            flip(weight.grad, 5, 10)
-        elif now == "parameter":
-            flip(weight, 5, 10)
-        elif now == "optimizer state":
-            flip(optimizer.state[weight]["exp_avg"], 5, 10)
-        if now != "skip":
-            optimizer.step()
-        optimizer.zero_grad()
-    return [bytes_of(local_of(one)) for one in model.parameters()]
 
 
 def reports(kind: str, fault: str = "", ranks: int = 3, settings: str = "gradients first=9") -> Any:
