@@ -327,11 +327,13 @@ def wrong_arithmetic(rank: int, shape: Sequence[int], where: str, numel: int) ->
     return wrong
 
 
-def wrong_sizes(rank: int, world_size: int, where: str, numels: Sequence[int]) -> list[str]:
+def wrong_sizes(
+    rank: int, world_size: int, where: str, numels: Sequence[int], **more: Any
+) -> list[str]:
     """Sizes, addresses and splits whose bits differ from the definition."""
     wrong = []
     for dtype, numel in itertools.product((torch.float32, torch.bfloat16), numels):
-        leaves = draw_leaves(world_size, numel, dtype)
+        leaves = draw_leaves(world_size, numel, dtype, **more)
         expected = reduce_leaves(leaves, "sum", (world_size,))
         mine = leaves[rank].to(where)
         offsets = range(0, 16, dtype.itemsize) if numel < 100 else (0, 4)

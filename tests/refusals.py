@@ -9,7 +9,10 @@ import pytest
 
 
 def refusal(
-    kind: type[Exception], call: Callable[..., object], *arguments: Any, **options: Any
+    kind: type[Exception] | tuple[type[Exception], ...],
+    call: Callable[..., object],
+    *arguments: Any,
+    **options: Any,
 ) -> str:
     """The text of the error of a call, which is of this kind."""
     with pytest.raises(kind) as caught:

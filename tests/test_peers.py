@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -36,17 +37,21 @@ from meshplan.flatten._connect import connect
 from meshplan.flatten._join import members_of
 from meshplan.kernel import Communicator
 from meshplan.kernel._communicator import Arithmetic, _communicators
-from meshplan.testing import assert_bitwise_equal, order_sensitive
-from tests.inputs import FLOATS, INTEGERS, OPS, at_byte, draw_leaves, golden_cases
+from meshplan.testing import assert_bitwise_equal
+from tests.devices import reduce_peers, wrong_golden, wrong_sizes
+from tests.inputs import FLOATS, INTEGERS, OPS, at_byte, draw_leaves
 from tests.marks import full
 from tests.processes import (
     arrive,
+    common_result,
     nothing_stays_in_shared_memory,
     open_links,
+    run_in_threads,
     run_ranks,
     wait_for,
     warm_compiler,
 )
+from tests.refusals import refusal
 from tests.strategies import CONTRACTS
 
 pytestmark = [
@@ -69,32 +74,6 @@ def connected(world_size: int, timeout: float = 20.0) -> Communicator:
     return found
 
 
-def reduced(
-    tensor: Tensor,
-    world_size: int,
-    path: str,
-    *,
-    op: str = "sum",
-    shape: tuple[int, ...] = (),
-    contract: Contract = Contract(),
-    divisor: int | None = None,
-    parts: tuple[int, ...] = (),
-) -> Tensor:
-    result: Tensor = torch.ops.meshplan.peer_reduce(
-        tensor,
-        list(parts),
-        op,
-        list(shape) or [world_size],
-        contract.order,
-        contract.accumulate,
-        contract.rounding,
-        divisor,
-        path,
-        "test",
-    )
-    return result
-
-
 def repeat(times: int, d: DTensor) -> None:
     for _ in range(times):
         d.full_tensor()
@@ -103,31 +82,13 @@ def repeat(times: int, d: DTensor) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 5, full(4), full(6), full(9), full(16)])
 def test_golden_vectors_and_sizes_match(world_size: int) -> None:
     """Under ``rank`` a left fold over the ranks, for any number of elements."""
-    cases = golden_cases(ranks=world_size)
 
-    def ranks(rank: int) -> None:
+    def ranks(rank: int) -> list[str]:
         connected(world_size)
-        for numel, dtype in itertools.product(NUMELS, (torch.float32, torch.bfloat16)):
-            leaves = draw_leaves(world_size, numel, dtype, specials=True)
-            expected = reduce_leaves(leaves, "sum", (world_size,))
-            for path in (*PATHS, "auto"):
-                found = reduced(leaves[rank], world_size, path)
-                assert_bitwise_equal(found, expected, f"{path} {numel} {dtype}")
-            width = numel // world_size
-            parts = (*(width + r % 2 for r in range(world_size - 1)),)
-            parts = (*parts, max(0, numel - sum(parts)))
-            if sum(parts) == numel:
-                start = sum(parts[:rank])
-                found = reduced(leaves[rank], world_size, "auto", parts=parts)
-                assert_bitwise_equal(found, expected[start : start + parts[rank]])
-        for (number, case), path in itertools.product(enumerate(cases), PATHS):
-            how: dict[str, Any] = {"contract": case.contract, "divisor": case.divisor}
-            mine = case.leaves[rank]
-            found = reduced(mine, world_size, path, op=case.op, shape=case.shape, **how)
-            assert_bitwise_equal(found, case.result, f"case {number} {path}")
+        wrong = wrong_sizes(rank, world_size, "cpu", NUMELS, specials=True)
+        return wrong + wrong_golden(rank, world_size, "cpu")
 
-    assert world_size > 8 or world_size in (4, 7) or len(cases) >= 4
-    run_ranks(ranks, world_size)
+    assert run_ranks(ranks, world_size) == [[]] * world_size
 
 
 def test_every_dtype_operation_contract_offset_and_stride_matches() -> None:
@@ -146,15 +107,15 @@ def test_every_dtype_operation_contract_offset_and_stride_matches() -> None:
         connected(6)
         for leaves, op, how, expected in cases:
             for path in PATHS:
-                found = reduced(leaves[rank], 6, path, op=op, shape=(2, 3), **how)
+                found = reduce_peers(leaves[rank], (2, 3), path, op=op, **how)
                 assert_bitwise_equal(found, expected, f"{op} {found.dtype} {how} {path}")
-        leaves = [order_sensitive(600, rank=r, world_size=6, specials=True) for r in range(6)]
+        leaves = draw_leaves(6, 600, specials=True)
         expected = reduce_leaves(leaves, "sum", (6,))
         for offset, path in itertools.product(range(16), PATHS):
-            assert_bitwise_equal(reduced(at_byte(leaves[rank], offset), 6, path), expected)
+            assert_bitwise_equal(reduce_peers(at_byte(leaves[rank], offset), (6,), path), expected)
         strided = leaves[rank].view(20, 30).t()
         for path in PATHS:
-            found = reduced(strided, 6, path)
+            found = reduce_peers(strided, (6,), path)
             assert found.is_contiguous()
             assert_bitwise_equal(found, expected.view(20, 30).t().contiguous())
             same = strided.clone(memory_format=torch.preserve_format)
@@ -174,15 +135,15 @@ def test_size_never_changes_a_bit() -> None:
         limit = connected(3).one_shot_bytes // 4
         tile = kernel.region_bytes(3) // 2 // 6 // 4
         for numel in (limit - 1, limit, limit + 1, 3 * tile - 1, 3 * tile + 1, 20 * tile + 5):
-            leaves = [order_sensitive(numel, rank=r, world_size=3) for r in range(3)]
+            leaves = draw_leaves(3, numel)
             whole = reduce_leaves(leaves, "sum", (3,))
             for path in ("auto", *PATHS):
-                assert_bitwise_equal(reduced(leaves[rank], 3, path), whole)
+                assert_bitwise_equal(reduce_peers(leaves[rank], (3,), path), whole)
             for start, stop in ((0, 1), (1, numel // 2), (numel // 3, numel)):
-                part = reduced(leaves[rank][start:stop], 3, "auto")
+                part = reduce_peers(leaves[rank][start:stop], (3,), "auto")
                 assert_bitwise_equal(part, whole[start:stop])
             rows = torch.stack(leaves)[:, : numel // 3 * 3].view(3, 3, -1)
-            found = reduced(rows[rank].view(-1), 3, "leaves", parts=(numel // 3,) * 3)
+            found = reduce_peers(rows[rank].view(-1), (3,), "leaves", parts=(numel // 3,) * 3)
             assert_bitwise_equal(found, rows[:, rank].reshape(-1), f"leaves of {numel}")
 
     run_ranks(ranks, 3)
@@ -193,7 +154,7 @@ def test_compiled_and_eager_ranks_reduce_together() -> None:
 
     def ranks(rank: int) -> list[str]:
         mesh = init_device_mesh("cpu", (3,))
-        leaves = [order_sensitive(70_000, rank=r, world_size=3) for r in range(3)]
+        leaves = draw_leaves(3, 70_000)
         expected = reduce_leaves(leaves, "sum", (3,))
         graphs: list[str] = []
 
@@ -267,7 +228,7 @@ class TestFaults(TestCase):
     def test_absent_rank_is_named(self) -> None:
         def ranks(rank: int) -> str:
             mesh = init_device_mesh("cpu", (4,))
-            leaves = [order_sensitive(1000, rank=r, world_size=4) for r in range(4)]
+            leaves = draw_leaves(4, 1000)
             d = DTensor.from_local(leaves[rank], mesh, (P,), run_check=False)
             waits, call = [], _missing.roll_call
 
@@ -324,18 +285,15 @@ class TestFaults(TestCase):
                 (torch.ones(8, dtype=torch.int32 if odd else torch.float32), {}),
                 (torch.ones(8), {"op": "max" if odd else "sum"}),
                 (torch.ones(8), {"contract": Contract(order="rank" if odd else "tree")}),
-                (torch.ones(8), {"shape": (3, 1) if odd else (3,)}),
             ):
-                if more.get("shape"):
-                    # The same tree: axes of size 1 are nothing.
-                    assert_bitwise_equal(reduced(tensor, 3, "auto", **more), torch.full((8,), 3.0))
-                    continue
-                with pytest.raises(SignatureMismatchError) as caught:
-                    reduced(tensor, 3, "two_shot", **more)
-                messages.append(str(caught.value))
+                call = functools.partial(reduce_peers, tensor, (3,), "two_shot", **more)
+                messages.append(refusal(SignatureMismatchError, call))
                 with pytest.raises(GroupStateError, match="reconnect"):
-                    reduced(tensor, 3, "two_shot", **more)
+                    call()
                 connected(3)
+            # The same tree: axes of size 1 are nothing.
+            found = reduce_peers(torch.ones(8), (3, 1) if odd else (3,), "auto")
+            assert_bitwise_equal(found, torch.full((8,), 3.0))
             return messages
 
         found = run_ranks(ranks, 3)
@@ -387,9 +345,7 @@ MP703: rank 1 called a reduction over ranks 0, 1, 2 with float32[8] for all_redu
             d = DTensor.from_local(torch.ones(4), mesh, (P,), run_check=False)
             messages = []
             with meshplan.installed(path="two_shot", strict=True):
-                with pytest.raises(FallbackRefusedError) as caught:
-                    d.full_tensor()
-                messages.append(str(caught.value))
+                messages.append(refusal(FallbackRefusedError, d.full_tensor))
             with meshplan.installed(path="two_shot"):
                 assert d.full_tensor().tolist() == [4.0] * 4
                 (entry,) = meshplan.report().fallbacks
@@ -454,21 +410,18 @@ class TestWrongCalls(TestCase):
                 (ones, {"shape": (3,)}),
                 (ones, {"op": "avg", "divisor": 0}),
                 (ones, {"parts": (3, 2)}),
-                (ones, {"path": "three_shot"}),
+                (ones, {"mode": "three_shot"}),
             ):
-                path = str(more.pop("path", "auto"))
-                with pytest.raises((TypeError, ValueError)) as caught:
-                    reduced(tensor, 2, path, **more)
-                messages.append(str(caught.value))
+                call = functools.partial(reduce_peers, tensor, shape=(2,), mode="auto")
+                messages.append(refusal((TypeError, ValueError), call, **more))
             # All is as it was.
-            assert reduced(ones, 2, "auto").tolist() == [2.0] * 6
-            assert reduced(ones, 2, "auto", op="avg").tolist() == [1.0] * 6
+            assert reduce_peers(ones, (2,), "auto").tolist() == [2.0] * 6
+            assert reduce_peers(ones, (2,), "auto", op="avg").tolist() == [1.0] * 6
             return messages
 
-        found = run_ranks(ranks, 2)
-        assert found[0] == found[1]
+        found = common_result(ranks, 2)
         self.assertExpectedInline(
-            "\n".join(found[0]),
+            "\n".join(found),
             """\
 MP412: torch.complex64 is outside the contract; convert to one of float32, bfloat16, float16, float64, int8, int16, int32, int64, uint8
 MP412: torch.bool is outside the contract; convert to one of float32, bfloat16, float16, float64, int8, int16, int32, int64, uint8
@@ -506,10 +459,9 @@ MP402: no mode 'three_shot'; use one of 'auto', 'one_shot', 'two_shot'""",
                 d.full_tensor()
             return lines
 
-        found = run_ranks(ranks, 2)
-        assert found[0] == found[1]
+        found = common_result(ranks, 2)
         self.assertExpectedInline(
-            "\n".join(found[0]),
+            "\n".join(found),
             """\
 [meshplan] default group 0 of 2 ranks: 0, 1: shared memory of 2 ranks, one_shot up to 32768 bytes, two_shot above
 [meshplan] default group 0 of 2 ranks: 0, 1: path exchange, no peers: its ranks are on several hosts, or in containers that cannot see each other""",
@@ -579,12 +531,12 @@ def test_fork_may_not_use_shared_memory() -> None:
         child = os.fork()
         if child == 0:
             try:
-                reduced(torch.ones(4), 2, "auto")
+                reduce_peers(torch.ones(4), (2,), "auto")
             except GroupStateError as error:
                 os._exit(0 if "is a fork" in str(error) else 2)
             os._exit(1)
         _, status = os.waitpid(child, 0)
-        reduced(torch.ones(4), 2, "auto")
+        reduce_peers(torch.ones(4), (2,), "auto")
         return os.waitstatus_to_exitcode(status)
 
     assert run_ranks(ranks, 2) == [0, 0]
@@ -599,14 +551,10 @@ def test_threads_serialize_on_one_communicator() -> None:
 
         def work(number: int) -> None:
             for _ in range(200):
-                found = reduced(torch.full((3000,), float(rank + 1)), 2, "auto")
+                found = reduce_peers(torch.full((3000,), float(rank + 1)), (2,), "auto")
                 right[number] += int((found == 3).all())
 
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(*(functools.partial(work, n) for n in range(2)))
         return sum(right)
 
     assert run_ranks(ranks, 2) == [400, 400]
