@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ import meshplan
 from meshplan.elastic import GradientAccumulator
 from meshplan.errors import ElasticError
 from meshplan.testing import bits
-from tests.processes import run_ranks
+from tests.processes import common_result, run_ranks
 from tests.refusals import refusal
 from tests.test_elastic_gradients import whole_gradients
 
@@ -84,23 +85,19 @@ def bits_of(model: nn.Module) -> list[Any]:
     return [bits(one).tolist() for one in whole_gradients(model)]
 
 
-def recomputed(kind: str, ranks: int) -> list[Any]:
-    model, accumulator = build(kind, ranks, recompute=True)
-    step(model, accumulator)
-    return bits_of(model)
+Use = Callable[[str, int], list[Any]]
 
 
-def stored(kind: str, ranks: int) -> list[Any]:
-    model, accumulator = build(kind, ranks)
-    step(model, accumulator)
-    return bits_of(model)
+def step_of(**options: bool) -> Use:
+    """One step of a model with these options."""
 
+    def run(kind: str, ranks: int) -> list[Any]:
+        model, accumulator = build(kind, ranks, **options)
+        assert len(list(model.parameters())) == (5 if "tied" in options else 6)
+        step(model, accumulator)
+        return bits_of(model)
 
-def shared(kind: str, ranks: int) -> list[Any]:
-    """The forward calls a layer twice."""
-    model, accumulator = build(kind, ranks, shared=True)
-    step(model, accumulator)
-    return bits_of(model)
+    return run
 
 
 class Fail(torch.autograd.Function):
@@ -142,14 +139,6 @@ def compiled(kind: str, ranks: int) -> list[Any]:
     for layer in next(one for one in model.modules() if isinstance(one, nn.ModuleList)):
         layer.compile(backend="aot_eager")
     step(model, accumulator)
-    return bits_of(model)
-
-
-def tied(kind: str, ranks: int) -> list[Any]:
-    """Two layers with the same weight."""
-    model, accumulator = build(kind, ranks, tied=True)
-    step(model, accumulator)
-    assert len(list(model.parameters())) == 5
     return bits_of(model)
 
 
@@ -265,17 +254,21 @@ def by_method(kind: str, ranks: int) -> list[Any]:
     return bits_of(model)
 
 
-USES = (
-    *(recomputed, stored, shared, begun_again, scaled, frozen, two_models),
-    *(compiled, tied, by_tokens, skipped, by_method),
-)
+USES: dict[str, Use] = {
+    "stored": step_of(),
+    "recomputed": step_of(recompute=True),
+    "a layer is called twice": step_of(shared=True),
+    "layers share a weight": step_of(tied=True),
+}
+WRITTEN_OUT = begun_again, scaled, frozen, two_models, compiled, by_tokens, skipped, by_method
+USES |= {use.__name__: use for use in WRITTEN_OUT}
 # Where FSDP2 does not, an unused parameter is refused in FSDP2.
 ADDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 # DDP counts on the gradients that it saw when it was constructed. Torch 2.11 does not reset FSDP2.
 WITHOUT = {
-    "ddp": (frozen, by_method),
-    "fsdp": (begun_again,) * (not hasattr(FSDPModule, "reset_iter_state"))
-    + (skipped,) * (not ADDS_ZEROS),
+    "ddp": ("frozen", "by_method"),
+    "fsdp": ("begun_again",) * (not hasattr(FSDPModule, "reset_iter_state"))
+    + ("skipped",) * (not ADDS_ZEROS),
 }
 
 
@@ -283,10 +276,10 @@ WITHOUT = {
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_uses_have_the_bits_of_one_rank(kind: str) -> None:
-    uses = [use for use in USES if use not in WITHOUT[kind]]
+    uses = {name: use for name, use in USES.items() if name not in WITHOUT[kind]}
 
     def run(rank: int, ranks: int) -> dict[str, Any]:
-        return {use.__name__: use(kind, ranks) for use in uses}
+        return {name: use(kind, ranks) for name, use in uses.items()}
 
     wanted = run_ranks(partial(run, ranks=1), 1, backend="meshplan")[0]
     assert wanted["stored"] == wanted["recomputed"]
@@ -437,10 +430,9 @@ def test_steps_that_would_lose_gradients_are_refused() -> None:
         replace_a_parameter,
         reduce_no_gradient_of_a_layer,
     )
-    found = run_ranks(lambda rank: [use(rank) for use in uses], 2, backend="meshplan")
-    assert found[0] == found[1]
+    found = common_result(lambda rank: [use(rank) for use in uses], 2, backend="meshplan")
     assert_expected_inline(
-        "\n".join(found[0]),
+        "\n".join(found),
         """\
 MP902: data-parallel rank 1 has (divisor, finished steps) = (8, 8), rank 0 (8, 7); pass the same divisor and load the same checkpoint on all ranks
 MP902: parameter 'module.0.weight' has a gradient that DDP did not reduce in round 0; freeze parameters before DDP is constructed, and have DDP ignore none that is trained
