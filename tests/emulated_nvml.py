@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -12,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from meshplan.topology._locate import Fabric, Gpu, RankLocation
+from tests.programs import capture
 
 ROOT = Path(__file__).parents[1]
 H100 = "NVIDIA_H100"
@@ -26,7 +26,7 @@ def emulated_nvml() -> str:
     command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
     command += [str(Path(__file__).parent / "native" / "emulated_nvml.cpp")]
     command += ["-o", str(folder / "libnvidia-ml.so.1")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = capture(command)
     assert done.returncode == 0, done.stderr
     return str(folder)
 
@@ -72,7 +72,7 @@ def in_process(
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join(lines))
         file.flush()
-        done = subprocess.run(
+        done = capture(
             command,
             env={
                 **os.environ,
@@ -80,10 +80,6 @@ def in_process(
                 "LD_LIBRARY_PATH": emulated_nvml(),
                 "EMULATED_NVML": file.name,
             },
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
             cwd=ROOT,
         )
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from tests.programs import capture
+
 SOURCES = Path(__file__).parents[1] / "csrc"
 NATIVE = Path(__file__).parent / "native"
 THREADS = ("-fsanitize=thread",)
@@ -20,12 +22,9 @@ RACE = "WARNING: ThreadSanitizer: data race"
 
 def run(program: Path, *words: str | int, timeout: float = 100) -> tuple[int, str]:
     """The exit status of a program, and all that it printed."""
-    done = subprocess.run(
+    done = capture(
         [str(program), *map(str, words)],
-        capture_output=True,
-        text=True,
         timeout=timeout,
-        check=False,
         # The first race is enough, and finding the lines of hundreds takes a minute.
         env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1"},
     )
@@ -81,5 +80,5 @@ def _compile(source: Path, headers: Path, flags: tuple[str, ...], to: Path) -> N
     command = ["g++", "-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-Werror"]
     command += ["-ffp-contract=off", *flags, f"-I{headers}", f"-I{NATIVE}"]
     command += ["-c", str(source), "-o", str(to)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = capture(command)
     assert done.returncode == 0, done.stderr

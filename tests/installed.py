@@ -15,6 +15,8 @@ from fcntl import LOCK_EX, flock
 from importlib.util import find_spec
 from pathlib import Path
 
+from tests.programs import capture
+
 ROOT = Path(__file__).parents[1]
 _SOURCES = ("csrc", "meshplan", "tools")
 _FILES = ("*.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
@@ -49,15 +51,12 @@ class Installed:
         path = f"{folder / 'bin'}:{self.prefix / 'bin'}:/usr/local/bin:/usr/bin:/bin"
         # One thread for each process: a page's ranks share the cores.
         environment = {"PATH": path, "HOME": str(self.home), "OMP_NUM_THREADS": "1", **settings}
-        return subprocess.run(
+        return capture(
             ["bash", "-c", command] if isinstance(command, str) else command,
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
             timeout=timeout,
-            check=False,
         )
 
 
@@ -117,7 +116,5 @@ def _pip(words: list[str]) -> None:
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *words]
     environment = {key: text for key, text in os.environ.items() if not key.startswith("PYTHON")}
     environment["MESHPLAN_CUDA_ARCHITECTURES"] = ""
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=800, check=False
-    )
+    done = capture(command, env=environment, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import runpy
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from meshplan.lint._reporters import FORMATS
 from tests.cli import meshplan
+from tests.programs import capture
 
 ROOT = Path(__file__).parents[1]
 ACTION = (ROOT / "action.yml").read_text(encoding="utf-8")
@@ -33,13 +33,10 @@ def lint(tmp_path: Path, **inputs: str) -> tuple[int, list[str]]:
     given = {"args": "", "output-format": "github", "output-file": "", **inputs}
     step = next(one for one in load(ACTION)["runs"]["steps"] if one["name"] == "meshplan lint")
     environment = {key: INPUT.sub(lambda m: given[m[1]], text) for key, text in step["env"].items()}
-    done = subprocess.run(
+    done = capture(
         ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
         env={**os.environ, **environment, "RUNNER_TEMP": str(tmp_path)},
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
     assert done.stderr == ""
     return done.returncode, done.stdout.splitlines()

@@ -22,6 +22,7 @@ from benchmarks.__main__ import SUITES, time_of
 from benchmarks.page import write_page
 from benchmarks.record import SCHEMA, Case, Figures, at_least, at_most, machine
 from meshplan.kernel import TimedPaths, _device_peers, timed_paths
+from tests.programs import capture
 
 pytestmark = pytest.mark.processes
 
@@ -223,13 +224,7 @@ def test_suites_have_budgets_of_20_minutes_in_all() -> None:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *words],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
+    return capture([sys.executable, "-m", "benchmarks", *words], cwd=ROOT, timeout=None)
 
 
 @pytest.mark.full

@@ -29,6 +29,7 @@ from meshplan.cli._output import try_to_open
 from meshplan.topology import Links, Topology
 from tests.links import name_link
 from tests.processes import arrive, run_ranks, wait_for
+from tests.programs import capture
 
 ROOT = Path(__file__).parents[1]
 JOB = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "0")
@@ -110,12 +111,8 @@ def test_job_of_two_hosts_writes_a_file(tmp_path: Path) -> None:
     )
     path = tmp_path / "links.json"
     command = [*TORCHRUN, "4", "--no-python", sys.executable, "-c", script]
-    done = subprocess.run(
+    done = capture(
         [*command, "--output-file", str(path), "--repeat", "40"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

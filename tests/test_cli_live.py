@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from expecttest import TestCase
 
 from meshplan.cli._ranks import find_live_cluster
 from meshplan.errors import GroupAgreementError, TopologyError
+from tests.programs import torchrun
 
 
 def free_port() -> int:
@@ -28,17 +27,7 @@ def live(*words: str, ranks: int, per_host: int) -> subprocess.CompletedProcess[
         f"os.environ['MESHPLAN_HOST'] = 'host%d' % (int(os.environ['RANK']) // {per_host}); "
         "sys.exit(main(['lint', '--live', '--no-env', '--exit-zero', *sys.argv[1:]]))"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "--no-python", sys.executable, "-c", script]
-    return subprocess.run(
-        [*command, *words],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    return torchrun(ranks, "--no-python", sys.executable, "-c", script, *words)
 
 
 @pytest.mark.full

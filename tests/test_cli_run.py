@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from meshplan.run import RunSettings
 from meshplan.run._job import ObservedJob
 from tests.cli import meshplan
+from tests.programs import capture
 from tests.test_run_verdict import report
 
 ROOT = Path(__file__).parents[1]
@@ -69,14 +69,10 @@ main()
 
 
 def start(folder: Path, *words: str, **environment: str) -> tuple[int, str, str]:
-    done = subprocess.run(
+    done = capture(
         [sys.executable, *words],
         cwd=folder,
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
     )
     return done.returncode, done.stdout, done.stderr
 

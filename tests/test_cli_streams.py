@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshplan.cli._output import track
+from tests.programs import capture
 from tests.test_cli_lint import HERE
 
 LINT = "lint --isolated --no-env --domain-size 8 --mesh"
@@ -19,13 +19,9 @@ LINT = "lint --isolated --no-env --domain-size 8 --mesh"
 
 def shell(command: str) -> tuple[str, str]:
     """Of a command line in which `meshplan` is the command: standard output and error."""
-    done = subprocess.run(
+    done = capture(
         ["bash", "-c", f'meshplan() {{ "{sys.executable}" -m meshplan "$@"; }}; {command}'],
         env=HERE,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
     )
     return done.stdout, done.stderr
 

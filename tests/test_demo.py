@@ -7,7 +7,6 @@ import math
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from tests.pages import blocks
 from tests.processes import run_ranks
+from tests.programs import torchrun
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,17 +27,9 @@ ROOT = Path(__file__).parent.parent
 EXAMPLE = str(ROOT / "examples" / "jagged_mesh.py")
 
 
-def torchrun(ranks: int, words: list[str]) -> str:
+def launch(ranks: int, words: list[str]) -> str:
     """What the job prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node", str(ranks), EXAMPLE, *words],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
+    done = torchrun(ranks, EXAMPLE, *words, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -132,7 +124,7 @@ def check(
 @pytest.mark.processes
 @pytest.mark.full
 def test_small_jagged_mesh_shows_the_hazard(tmp_path: Path) -> None:
-    rows, _ = job(torchrun, "3,3", 4, tmp_path)
+    rows, _ = job(launch, "3,3", 4, tmp_path)
     check(rows, "(P, P) -> (R, R)", "(P, R) -> (R, R)", EXCHANGE, FAST)
 
 
@@ -209,16 +201,7 @@ def test_invalid_arguments_are_rejected(
 
 @pytest.mark.full
 def test_a_mesh_of_more_ranks_than_processes_is_rejected() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "1", EXAMPLE]
-    done = subprocess.run(
-        [*command, "--mesh", "2,2"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
+    done = torchrun(1, EXAMPLE, "--mesh", "2,2")
     assert done.returncode != 0
     assert "--mesh 2,2 has 4 ranks and 1 were started; use --nproc-per-node 4" in done.stderr
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -28,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from meshplan.elastic import GradientAccumulator
 from meshplan.testing import assert_bitwise_equal, bits
 from tests.processes import run_ranks
+from tests.programs import load_script
 
 pytestmark = pytest.mark.processes
 
@@ -47,15 +47,6 @@ lost = Path(sys.argv.pop(1))
 RendezvousTimeout.last_call = property(lambda _: timedelta(seconds=5 if lost.exists() else 3600))
 run.main()
 """
-
-
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("elastic_example", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def builder(module: ModuleType, kind: str) -> Callable[..., tuple[nn.Module, Any]]:
@@ -95,7 +86,7 @@ def train(
     folder: Path, schedule: str, *options: str, kind: str = "FSDP2"
 ) -> list[tuple[dict[str, Tensor], Any]]:
     """The whole state and the logged values of each step."""
-    module = example()
+    module = load_script(SCRIPT)
     if kind != "FSDP2":
         module.build = builder(module, kind)  # type: ignore[attr-defined]
     if "DDP" in kind:

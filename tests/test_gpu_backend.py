@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,9 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 import meshplan
 from meshplan._torch.process_group import PythonProcessGroup
 from meshplan.definition import reduce_leaves
-from meshplan.testing import order_sensitive
 from tests.devices import have_equal_bits
+from tests.inputs import draw_leaves
 from tests.processes import run_ranks, start_all_reduce
+from tests.programs import load_script
 from tests.test_gpu import gpus, ready
 
 COUNT = gpus()
@@ -99,7 +99,7 @@ def backend_group(inner: str, path: str | None = None) -> Any:
 
 
 def leaves_of(ranks: int, seed: int = 0) -> list[Tensor]:
-    return [order_sensitive(NUMEL, rank=r, world_size=ranks, seed=seed) for r in range(ranks)]
+    return draw_leaves(ranks, NUMEL, seed=seed)
 
 
 def sum_of(leaves: list[Tensor], op: Any = "sum") -> Tensor:
@@ -411,12 +411,7 @@ def train_elastic(rank: int, *sizes: int) -> tuple[list[tuple[float, float]], li
     """
     mesh = begin(rank, *sizes)
     where = Path(__file__).parents[1] / "examples" / "elastic.py"
-    spec = importlib.util.spec_from_file_location("elastic_example", where)
-    assert spec is not None
-    assert spec.loader is not None
-    example: Any = importlib.util.module_from_spec(spec)
-    sys.modules["elastic_example"] = example
-    spec.loader.exec_module(example)
+    example: Any = load_script(where)
     kind: Any = torch.nn.Transformer
     mask = kind.generate_square_subsequent_mask
     kind.generate_square_subsequent_mask = partial(mask, device="cuda")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 import venv
 from importlib.metadata import distribution
@@ -17,6 +16,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from tests.programs import capture
 
 ROOT = Path(__file__).parents[1]
 FILES = ("test_gpu.py", "test_gpu_fold.py", "test_gpu_backend.py")
@@ -52,9 +53,7 @@ def required(*names: str) -> set[str]:
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files that belong to the project, without anything that was compiled."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
-    ).stdout.splitlines()
+    listed = capture(command, cwd=ROOT, check=True).stdout.splitlines()
     folder = tmp_path_factory.mktemp("clone")
     for path in listed:
         if (ROOT / path).is_file():
@@ -86,14 +85,11 @@ def run(command: list[str | Path], folder: Path, **more: str) -> str:
     kept = {
         key: text for key, text in os.environ.items() if not key.startswith(("PYTHON", "PYTEST"))
     }
-    done = subprocess.run(
+    done = capture(
         [str(word) for word in command],
         cwd=folder,
         env=kept | hidden | {"MESHPLAN_CUDA_ARCHITECTURES": ""} | more,
-        capture_output=True,
-        text=True,
         timeout=1100,
-        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

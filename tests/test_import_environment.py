@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.programs import capture
 
 ROOT = Path(__file__).parent.parent
 
@@ -51,9 +52,7 @@ def test_imports_read_and_set_nothing() -> None:
     if find_spec("torchft") is not None:
         modules.append("meshplan.integrations.torchft")
     command = [sys.executable, "-c", READS, *modules]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=400, check=False, cwd=ROOT
-    )
+    done = capture(command, timeout=400, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     shown = ["[] True True", "True False", "False False", "[('meshplan.x', 'X')]"]
     assert done.stdout.splitlines() == shown

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 
 import pytest
+
+from tests.programs import capture
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info >= (3, 14), reason="threads are not ended there"),
@@ -55,7 +56,5 @@ assert_replicas_equal(torch.ones(3))
 @pytest.mark.parametrize("use", USES)
 def test_interpreter_exit_waits_for_running_threads(use: str) -> None:
     script = SCRIPT.replace("{use}", USES[use])
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = capture([sys.executable, "-c", script])
     assert (done.returncode, done.stderr) == (0, "")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.pages import ROOT
+from tests.programs import capture
 from tests.test_cli_live import free_port
 
 yaml = pytest.importorskip("yaml")
@@ -54,13 +55,10 @@ def slurm(folder: Path, mesh: str) -> subprocess.CompletedProcess[str]:
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_GPUS_ON_NODE": "2",
     }
-    return subprocess.run(
+    return capture(
         ["bash", str(ROOT / "examples" / "slurm_job.sh")],
         cwd=folder,
         env=environment(folder, **settings),
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.programs import capture
 
 pytestmark = pytest.mark.full
 
@@ -38,14 +39,10 @@ WANTED: dict[str, tuple[str, ...] | None] = {
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, dict[str, Any]]:
-    done = subprocess.run(
+    done = capture(
         [sys.executable, "-m", "tests.moved_internals"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from unittest import mock
 
@@ -11,6 +10,7 @@ import pytest
 from meshplan.topology import _locate
 from meshplan.topology._locate import Fabric, Gpu
 from tests.emulated_nvml import ROOT, TO_SWITCH, ask, bus_of, gpus, switched
+from tests.programs import capture
 
 pytest.importorskip("pynvml")
 
@@ -212,9 +212,7 @@ def test_missing_gpu_is_reported() -> None:
 
 def test_missing_driver_library_is_reported() -> None:
     script = "from meshplan.topology._locate import find_nvidia_gpu; print(find_nvidia_gpu({}, 0))"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, cwd=ROOT
-    )
+    done = capture([sys.executable, "-c", script], cwd=ROOT)
     # A machine with NVIDIA's driver answers.
     assert "NVML Shared Library Not Found" in done.stdout or done.stdout.startswith("Gpu(")
 

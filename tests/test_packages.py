@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import meshplan
+from tests.programs import capture
 
 pytestmark = pytest.mark.full
 
@@ -30,9 +30,7 @@ build_meta.build_wheel(folder)
 
 def tracked() -> list[str]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
-    ).stdout.splitlines()
+    return capture(command, cwd=ROOT, check=True).stdout.splitlines()
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="what belongs to it is known from git")
@@ -49,15 +47,7 @@ def test_packages_build_without_a_compiler(tmp_path: Path) -> None:
     environment |= {"PATH": str(tmp_path / "empty"), "MESHPLAN_CUDA_ARCHITECTURES": ""}
     dist = tmp_path / "dist"
     dist.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD, str(dist)],
-        cwd=tmp_path / "copy",
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = capture([sys.executable, "-c", BUILD, str(dist)], cwd=tmp_path / "copy", env=environment)
     assert done.returncode == 0, done.stderr
     version = meshplan.__version__
     source, wheel = (dist / f"meshplan-{version}{e}" for e in (".tar.gz", "-py3-none-any.whl"))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import meshplan
+from tests.programs import capture
 
 PACKAGE = Path(meshplan.__file__).parent
 TYPED = """\
@@ -26,14 +26,7 @@ meshplan.instal()
 
 
 def run(code: str, stdin: str = "") -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    done = capture([sys.executable, "-c", code], input=stdin, timeout=400)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -78,9 +71,7 @@ def test_type_checkers_know_the_names(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "mypy", "--config-file", str(config), "--ignore-missing-imports"]
     words += ["--cache-dir", str(tmp_path), str(script)]
     # In the folder of the package: type checkers do not see an editable install.
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=400, cwd=PACKAGE.parent, check=False
-    )
+    done = capture(words, timeout=400, cwd=PACKAGE.parent)
     lines = [line.partition(": ")[2] for line in done.stdout.splitlines()]
     assert lines[0] == 'note: Revealed type is "tuple[str, ...]"', done.stdout + done.stderr
     assert all('Revealed type is "def (' in line for line in lines[1:3]), lines

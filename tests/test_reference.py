@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import operator
 import struct
@@ -20,6 +19,7 @@ from meshplan.errors import ContractError, ContractTypeError
 from meshplan.testing import _reference as oracle
 from meshplan.testing import assert_bitwise_equal, reference_reduce, reference_reduce_tensors
 from tests.marks import full
+from tests.programs import load_script
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SIGNED = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -258,9 +258,7 @@ MP412: leaf 1 is torch.float32 (2,) on cpu, leaf 0 is torch.float32 (1,) on cpu;
 @pytest.mark.full
 def test_golden_file_matches_its_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(__file__).parent.parent / "tools" / "make_golden.py"
-    spec = importlib.util.spec_from_file_location("make_golden", path)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script(path)
     assert script.main(["--check"]) == 0
     assert script.main(["--check", "--folder", str(tmp_path)]) == 1
     assert capsys.readouterr().err.count("is not what this script writes") == 3

@@ -8,6 +8,7 @@ other orders.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 
@@ -30,7 +31,8 @@ from tests.devices import (
     reduce_peers,
     synchronize,
 )
-from tests.processes import run_ranks
+from tests.inputs import draw_leaves
+from tests.processes import common_result, run_ranks
 
 RANKS = 3
 SEEDS = (1, 2, 3)
@@ -40,24 +42,26 @@ _NO_EXTERNAL = "-DMP_NO_EXTERNAL"
 pytestmark = EMULATED
 
 
+def connect(device: Emulated, ranks: int = RANKS, timeout: float = 20.0) -> DeviceCommunicator:
+    found = connect_ranks(device, range(ranks), timeout=timeout, lanes=2)
+    assert isinstance(found, DeviceCommunicator)
+    return found
+
+
 class Calls:
     """Reductions of one rank with different numbers, and their expected results."""
 
     def __init__(self, rank: int, kind: kernel.DriverKind = "cuda") -> None:
         self.rank = rank
         self.device = Emulated(kind)
-        found = connect_ranks(self.device, range(RANKS), timeout=20.0, lanes=2)
-        assert isinstance(found, DeviceCommunicator)
-        self.communicator = found
+        connect(self.device)
         self.started: list[tuple[Tensor, Tensor]] = []
 
     def one(self, stream: int, numel: int = 0) -> None:
         """A reduction on a stream, captured or not."""
         number = len(self.started)
         numel = numel or SIZES[number % len(SIZES)]
-        leaves = [
-            order_sensitive(numel, rank=r, world_size=RANKS, seed=number) for r in range(RANKS)
-        ]
+        leaves = draw_leaves(RANKS, numel, seed=number)
         with self.device.on_stream(stream):
             mode = ("one_shot", "two_shot")[number % 2]
             result = reduce_peers(leaves[self.rank], (RANKS,), mode)
@@ -77,8 +81,101 @@ class Calls:
         return [have_equal_bits(result, expected) for result, expected in self.started]
 
 
-def all_right(program: Callable[[Calls], None], kind: kernel.DriverKind = "cuda") -> None:
-    """Run a program on all ranks, in several orders; what one rank does comes late at random."""
+def late(calls: Calls, *streams: int) -> None:
+    """Ranks are late on different streams."""
+    for place, stream in enumerate(streams):
+        if place % RANKS == calls.rank:
+            with calls.device.on_stream(stream):
+                calls.device.delay(0.05)
+
+
+def eager_calls_on_several_streams(calls: Calls) -> None:
+    late(calls, 7, 8, 9)
+    for stream in (7, 7, 8, 9, 8, 7, 9, 9):
+        calls.one(stream)
+
+
+def two_streams_of_one_capture(calls: Calls) -> None:
+    """Nodes of both streams have one order, whichever a replay starts first."""
+    calls.one(7)
+    with calls.device.capture(20) as graph:
+        calls.fork(20, 21)
+        for stream in (20, 21, 21, 20, 21):
+            calls.one(stream)
+        calls.fork(21, 20)
+    for _ in range(2):
+        late(calls, 20, 22, 23)
+        graph.replay(20)
+
+
+def eager_call_waits_for_a_replay_on_another_stream(calls: Calls) -> None:
+    calls.one(7)
+    with calls.device.capture(20) as graph:
+        calls.fork(20, 21)
+        calls.one(20)
+        calls.one(21)
+        calls.fork(21, 20)
+    for _ in range(2):
+        late(calls, 7, 20, 8)
+        graph.replay(20)
+        calls.one(7)
+        calls.one(8)
+
+
+def replay_waits_for_an_eager_call_on_another_stream(calls: Calls) -> None:
+    with calls.device.capture(20) as graph:
+        calls.one(20)
+        calls.one(20)
+    for stream in (7, 8, 7):
+        late(calls, 7, 20, 8)
+        calls.one(stream)
+        graph.replay(20)
+
+
+def eager_call_on_the_captured_stream(calls: Calls) -> None:
+    calls.one(20)
+    with calls.device.capture(20) as graph:
+        calls.one(20)
+    calls.one(20)
+    late(calls, 21, 20, 7)
+    graph.replay(21)
+    calls.one(20)
+    graph.replay(7)
+    calls.one(20)
+
+
+def two_graphs_on_two_streams(calls: Calls) -> None:
+    graphs = []
+    for stream in (20, 30):
+        with calls.device.capture(stream) as graph:
+            calls.one(stream)
+            calls.one(stream)
+        graphs.append(graph)
+    for _ in range(2):
+        late(calls, 21, 31, 20)
+        graphs[0].replay(21)
+        graphs[1].replay(31)
+        # The same graph twice, too.
+        graphs[1].replay(20)
+
+
+ON_BOTH = (
+    eager_calls_on_several_streams,
+    two_streams_of_one_capture,
+    eager_call_waits_for_a_replay_on_another_stream,
+    replay_waits_for_an_eager_call_on_another_stream,
+)
+ON_CUDA = eager_call_on_the_captured_stream, two_graphs_on_two_streams
+
+
+@pytest.mark.parametrize(
+    ("program", "kind"),
+    [*itertools.product(ON_BOTH, ("cuda", "hip")), *itertools.product(ON_CUDA, ("cuda",))],
+)
+def test_calls_are_ordered(
+    program: Callable[[Calls], None], kind: kernel.DriverKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several orders; what one rank does comes late at random."""
 
     def ranks(rank: int) -> list[bool]:
         calls = Calls(rank, kind)
@@ -88,115 +185,9 @@ def all_right(program: Callable[[Calls], None], kind: kernel.DriverKind = "cuda"
     before = os.environ.get("EMULATED_SEED")
     for seed in SEEDS if before is None else (int(before),):
         # Ranks need not have the same orders.
-        os.environ["EMULATED_SEED"] = str(seed)
-        try:
-            found = run_ranks(ranks, RANKS)
-        finally:
-            os.environ.pop("EMULATED_SEED", None)
-            if before is not None:
-                os.environ["EMULATED_SEED"] = before
+        monkeypatch.setenv("EMULATED_SEED", str(seed))
+        found = run_ranks(ranks, RANKS)
         assert all(one and all(one) for one in found), (seed, found)
-
-
-def late(calls: Calls, *streams: int) -> None:
-    """Ranks are late on different streams."""
-    for place, stream in enumerate(streams):
-        if place % RANKS == calls.rank:
-            with calls.device.on_stream(stream):
-                calls.device.delay(0.05)
-
-
-@pytest.mark.parametrize("kind", ["cuda", "hip"])
-def test_eager_calls_on_several_streams_are_ordered(kind: kernel.DriverKind) -> None:
-    def program(calls: Calls) -> None:
-        late(calls, 7, 8, 9)
-        for stream in (7, 7, 8, 9, 8, 7, 9, 9):
-            calls.one(stream)
-
-    all_right(program, kind)
-
-
-@pytest.mark.parametrize("kind", ["cuda", "hip"])
-def test_two_streams_of_one_capture_are_ordered(kind: kernel.DriverKind) -> None:
-    """Nodes of both streams have one order, whichever a replay starts first."""
-
-    def program(calls: Calls) -> None:
-        calls.one(7)
-        with calls.device.capture(20) as graph:
-            calls.fork(20, 21)
-            for stream in (20, 21, 21, 20, 21):
-                calls.one(stream)
-            calls.fork(21, 20)
-        for _ in range(2):
-            late(calls, 20, 22, 23)
-            graph.replay(20)
-
-    all_right(program, kind)
-
-
-@pytest.mark.parametrize("kind", ["cuda", "hip"])
-def test_eager_call_waits_for_a_replay_on_another_stream(kind: kernel.DriverKind) -> None:
-    def program(calls: Calls) -> None:
-        calls.one(7)
-        with calls.device.capture(20) as graph:
-            calls.fork(20, 21)
-            calls.one(20)
-            calls.one(21)
-            calls.fork(21, 20)
-        for _ in range(2):
-            late(calls, 7, 20, 8)
-            graph.replay(20)
-            calls.one(7)
-            calls.one(8)
-
-    all_right(program, kind)
-
-
-@pytest.mark.parametrize("kind", ["cuda", "hip"])
-def test_replay_waits_for_an_eager_call_on_another_stream(kind: kernel.DriverKind) -> None:
-    def program(calls: Calls) -> None:
-        with calls.device.capture(20) as graph:
-            calls.one(20)
-            calls.one(20)
-        for stream in (7, 8, 7):
-            late(calls, 7, 20, 8)
-            calls.one(stream)
-            graph.replay(20)
-
-    all_right(program, kind)
-
-
-def test_eager_call_on_the_captured_stream_is_ordered() -> None:
-    def program(calls: Calls) -> None:
-        calls.one(20)
-        with calls.device.capture(20) as graph:
-            calls.one(20)
-        calls.one(20)
-        late(calls, 21, 20, 7)
-        graph.replay(21)
-        calls.one(20)
-        graph.replay(7)
-        calls.one(20)
-
-    all_right(program)
-
-
-def test_two_graphs_on_two_streams_are_ordered() -> None:
-    def program(calls: Calls) -> None:
-        graphs = []
-        for stream in (20, 30):
-            with calls.device.capture(stream) as graph:
-                calls.one(stream)
-                calls.one(stream)
-            graphs.append(graph)
-        for _ in range(2):
-            late(calls, 21, 31, 20)
-            graphs[0].replay(21)
-            graphs[1].replay(31)
-            # The same graph twice, too.
-            graphs[1].replay(20)
-
-    all_right(program)
 
 
 def test_queued_calls_after_a_failure_are_errors() -> None:
@@ -204,27 +195,17 @@ def test_queued_calls_after_a_failure_are_errors() -> None:
 
     def ranks(rank: int) -> list[str]:
         device = Emulated()
-        found = connect_ranks(device, range(RANKS), lanes=2)
-        assert isinstance(found, DeviceCommunicator)
+        found = connect(device)
         results, leaves = [], []
         for number in range(8):
-            mine = order_sensitive(9_001, rank=rank, world_size=RANKS, seed=number)
-            leaves.append(
-                [
-                    order_sensitive(9_001, rank=r, world_size=RANKS, seed=number)
-                    for r in range(RANKS)
-                ]
-            )
+            leaves.append(draw_leaves(RANKS, 9_001, seed=number))
             if number == 2:
                 found.set_timeout(1.0)
             if (number, rank) == (2, 1):
                 device.delay(8)
             mode = ("one_shot", "two_shot")[number % 2]
-            if number < 7:
-                results.append(reduce_peers(mine, (RANKS,), mode))
-            else:
-                parts = (3_000, 3_001, 3_000)
-                results.append(reduce_peers(mine, (RANKS,), mode, parts=parts))
+            parts = (3_000, 3_001, 3_000) if number == 7 else ()
+            results.append(reduce_peers(leaves[-1][rank], (RANKS,), mode, parts=parts))
         said = []
         synchronize()
         for result, brought in zip(results, leaves, strict=True):
@@ -242,8 +223,7 @@ def test_queued_calls_after_a_failure_are_errors() -> None:
 def test_replay_after_a_failure_is_an_error() -> None:
     def ranks(rank: int) -> list[bool]:
         device = Emulated()
-        found = connect_ranks(device, range(RANKS), lanes=2)
-        assert isinstance(found, DeviceCommunicator)
+        found = connect(device)
         found.set_timeout(1.0)
         mine = order_sensitive(9_001, rank=rank, world_size=RANKS)
         with device.capture(20) as graph:
@@ -275,10 +255,8 @@ class TestRefusals(TestCase):
             assert have_equal_bits(reduce_peers(ones, (2,), "one_shot"), torch.full((9,), 2.0))
             return str(caught.value)
 
-        first, second = run_ranks(ranks, 2)
-        assert first == second
         self.assertExpectedInline(
-            first,
+            common_result(ranks, 2),
             """MP503: this driver cannot record events in graphs, so that a captured reduction would overlap others of the same ranks; reduce outside the graph, or take the path exchange there""",
         )
 
@@ -295,10 +273,8 @@ class TestRefusals(TestCase):
                     reduce_peers(ones, (2,), "one_shot")
             return str(caught.value)
 
-        first, second = run_ranks(ranks, 2)
-        assert first == second
         self.assertExpectedInline(
-            first,
+            common_result(ranks, 2),
             """MP503: two graphs that capture reductions of the same ranks are captured at the same time, which leaves no order between the calls; capture them sequentially""",
         )
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tests.programs import capture, load_script, torchrun
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "train_hsdp_tp.py"
@@ -20,18 +19,10 @@ PNG = b"\x89PNG\r\n\x1a\n"
 @pytest.mark.dist
 @pytest.mark.processes
 def test_plain_replicas_differ_and_meshplan_replicas_agree(tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     # Hosts of five: ranks along tp hold the same gradients of norms, and sum them over ddp in groups
     # of which two or one are on a host. So plain replicas differ at once, whatever the processor.
     options = ["--mesh", "3,2,2", "--domain", "5", "--steps", "3", "--output", str(tmp_path)]
-    done = subprocess.run(
-        [*launch, "--nproc-per-node", "12", str(SCRIPT), *options],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = torchrun(12, SCRIPT, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Warning" not in done.stderr
     runs = json.loads((tmp_path / "hsdp_tp.json").read_text())
@@ -48,7 +39,7 @@ def test_plain_replicas_differ_and_meshplan_replicas_agree(tmp_path: Path) -> No
 @pytest.mark.full
 def test_page_matches_its_numbers() -> None:
     folder = ROOT / "docs" / "training"
-    module = example()
+    module = load_script(SCRIPT)
     numbers = json.loads((folder / "hsdp_tp.json").read_text())
     runs = {run: [module.Step(**step) for step in steps] for run, steps in numbers.items()}
     assert module.table(runs) in (folder / "hsdp_tp.md").read_text()
@@ -59,23 +50,10 @@ def test_page_matches_its_numbers() -> None:
 
 @pytest.mark.full
 def test_wrong_number_of_ranks_is_refused() -> None:
-    done = subprocess.run(
+    done = capture(
         [sys.executable, str(SCRIPT), "--mesh", "2,2,1"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
     assert done.returncode == 2
     assert "--nproc-per-node 4" in done.stderr
-
-
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_hsdp_tp", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module

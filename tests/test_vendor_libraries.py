@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import capture
+
 ROOT = Path(__file__).parents[1]
 pytestmark = [
     pytest.mark.full,
@@ -39,14 +41,8 @@ def library(path: Path, number: int, soname: str = "") -> Path:
 
 
 def run_code(text: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", HEAD + text],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    done = capture(
+        [sys.executable, "-W", "ignore", "-c", HEAD + text], cwd=ROOT, env=os.environ | environment
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

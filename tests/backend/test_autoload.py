@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.marks import full
+from tests.programs import capture
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., str]
@@ -103,13 +104,9 @@ def test_the_name_is_enough(metadata: Path, backend: str) -> None:
     dist.all_reduce(x)
     print(early, type(dist.group.WORLD).__name__, x.tolist())
     """
-    found = subprocess.run(
+    found = capture(
         [sys.executable, "-W", "ignore", "-c", START + dedent(script)],
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{metadata}:{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
     )
     expected = "['meshplan_autoload'] MeshplanProcessGroup [1.0, 1.0]\n"
     assert found.stdout == expected, found.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -24,6 +22,7 @@ import meshplan.backend
 from tests.backend.native_calls import count_native_reductions
 from tests.backend.training import STEPS, WORLD, build, read_shards, resume, summand, train
 from tests.processes import run_ranks, start_all_reduce
+from tests.programs import torchrun
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
@@ -220,23 +219,9 @@ def train_without_a_death(_: int) -> list[Any]:
 
 @pytest.mark.full
 def test_a_job_that_torchrun_restarts_has_the_bits_of_one_without_a_death(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(WORLD), "--max-restarts", "1"]
-    command += ["-m", "tests.backend.training", str(tmp_path)]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ
-        | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            # Over gloo as well: in the agent's store, groups find addresses of the earlier attempt.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        },
-        check=False,
-    )
+    words = "--max-restarts", "1", "-m", "tests.backend.training", tmp_path
+    # Over gloo as well: in the agent's store, groups find addresses of the earlier attempt.
+    done = torchrun(WORLD, *words, timeout=600, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     assert done.returncode == 0, done.stderr[-4000:]
     assert (tmp_path / "died").exists()
     expected = run_ranks(train_without_a_death, WORLD, backend="meshplan")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import pytest
 import torch
 
 from meshplan.definition import reduce_leaves
-from meshplan.testing import order_sensitive
+from tests.inputs import draw_leaves
+from tests.programs import capture
 
 ROOT = Path(__file__).parents[2]
 # It needs other versions than the trainers and vLLM: `make test-clients` makes it.
@@ -48,7 +48,7 @@ def test_group_of_sglang_reduces_under_the_contract(
         install_plugin(tmp_path)
     (variable,) = re.findall(r"`(SGLANG_\w+)=1`", SECTION)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
+    done = capture(
         [str(PYTHON), *words, "tests/backend/sglang_group.py", variable],
         cwd=ROOT,
         env={
@@ -57,12 +57,11 @@ def test_group_of_sglang_reduces_under_the_contract(
             "OMP_NUM_THREADS": "1",
             "SGLANG_USE_CPU_ENGINE": "1",  # its reduce-scatter on CPUs
         },
-        capture_output=True,
-        text=True,
+        timeout=None,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('[{"b')))
-    leaves = [order_sensitive(64 * ranks, rank=rank, world_size=ranks) for rank in range(ranks)]
+    leaves = draw_leaves(ranks, 64 * ranks)
     total = reduce_leaves(leaves, "sum", (ranks,)).view(torch.int32)
     for one, part in zip(found, total.chunk(ranks), strict=True):
         # An all-reduce and a reduce-scatter with the variable, and the same without it.

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.pages import ROOT, blocks
+from tests.programs import capture
 
 # `make test-full` installs it.
 MISSING = importlib.util.find_spec("torchtitan") is None
@@ -41,14 +41,11 @@ def run(job: Path, steps: int, configuration: str) -> tuple[dict[str, Any], dict
     command = [sys.executable, "-W", "ignore", "-m", "tests.backend.torchtitan_jobs"]
     # The backend for model parallelism that runs with torch 2.13.
     configuration += ",node=3,spmd=partial_dtensor"
-    done = subprocess.run(
+    done = capture(
         [*command, "--job", str(job), "--steps", str(steps), configuration],
-        capture_output=True,
-        text=True,
         timeout=1000,
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]

@@ -21,6 +21,7 @@ import pytest
 
 from meshplan.run._verdict import format_verdict
 from tests.backend import trainers
+from tests.programs import torchrun
 
 ROOT = Path(__file__).parents[2]
 # `make test-full` installs them.
@@ -166,14 +167,7 @@ def test_one_line_of_a_job_names_the_backend(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "reductions"), [("accelerate", 4), ("lightning", 10)])
 def test_example_differs_between_placements_only_in_plain_torch(name: str, reductions: int) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launch, "--nproc-per-node", "3", f"examples/train_{name}.py"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = torchrun(3, f"examples/train_{name}.py", timeout=None)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"0 outside, 0 native, 0 any order, {reductions} contract") == 2
     assert "nccl_model: 2 result(s) on two placements" in done.stdout

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from meshplan_autoload import select_vllm_platform
+from tests.programs import capture
 
 ROOT = Path(__file__).parents[2]
 # vLLM and the trainers need different versions of Transformers: `make test-clients` makes it.
@@ -31,9 +31,7 @@ def run(python: str, *words: str, plugins: str = "", status: int = 0) -> str:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    done = subprocess.run(
-        [python, *words], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    done = capture([python, *words], cwd=ROOT, env=environment, timeout=None)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 

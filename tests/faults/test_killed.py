@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -43,6 +42,7 @@ from tests.processes import (
     shorten,
     wait_for,
 )
+from tests.programs import capture
 
 pytestmark = pytest.mark.processes
 
@@ -273,14 +273,7 @@ def test_survivors_exit_cleanly() -> None:
     """With what runs at exit, after ``shutdown`` and without it; nothing is left in shared memory."""
     command = [sys.executable, "-m", "tests.faults.exits"]
     with nothing_stays_in_shared_memory():
-        found = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=True,
-            cwd=Path(__file__).parents[2],
-        )
+        found = capture(command, check=True, cwd=Path(__file__).parents[2])
     lines = sorted(found.stdout.splitlines())
     # Of each path: rank 0 leaves in order, rank 1 is killed, rank 2 only ends, rank 3 raises.
     ends = ("0 exits 0", "1 exits -9", "2 exits 0", "3 exits 1")

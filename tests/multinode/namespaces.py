@@ -17,6 +17,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from tests.programs import capture
+
 _SECONDS = 20.0
 # Bytes of a full packet, and the smallest bucket that lets one through.
 _PACKET, _BUCKET = 1500, 1600
@@ -87,13 +89,7 @@ class Namespaces:
 
     def run(self, *words: str) -> str:
         """The output of a command that ends soon. Raises OSError if it fails."""
-        done = subprocess.run(
-            [*self.entering(), *words],
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-        )
+        done = capture([*self.entering(), *words], timeout=_SECONDS)
         if done.returncode:
             raise OSError(f"{' '.join(words)} on {self.name}: {done.stderr.strip()}")
         return done.stdout
@@ -174,12 +170,6 @@ def _outside(switch: Namespaces, words: Sequence[str]) -> None:
     options = ["--net"]
     if switch.has_user:
         options = ["--user", "--preserve-credentials", *options]
-    done = subprocess.run(
-        [*switch.entering(*options), *words],
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-    )
+    done = capture([*switch.entering(*options), *words], timeout=_SECONDS)
     if done.returncode:
         raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")
