@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from typing import Any
@@ -11,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,65 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 import meshplan
 import meshplan.backend
 from meshplan.errors import FallbackRefusedError
-from meshplan.testing import nccl_model
-from tests.backend.native_calls import count_native_reductions
 from tests.processes import run_ranks, warm_compiler
 
 pytestmark = pytest.mark.processes
-
-
-def differing_replicas(model: nn.Module, group: dist.ProcessGroup) -> int:
-    """Parameters whose shards differ between the ranks of ``group``, which replicate them."""
-    count = 0
-    for parameter in model.parameters():
-        assert isinstance(parameter, DTensor)
-        mine = parameter.to_local().detach().contiguous()
-        found = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(found, mine, group=group)
-        count += any(not torch.equal(one, mine) for one in found)
-    return count
-
-
-def train_hsdp(rank: int) -> dict[str, Any]:
-    """HSDP on mesh (2, 3) over nodes of 2 ranks: no line of meshplan but the backend's name."""
-    nccl_model.register()
-    nccl_model.configure(domain_size=2, algorithm="tree")
-    store = dist.FileStore(os.environ["MESHPLAN_TEST_STORE"], 6)
-    results: dict[str, Any] = {}
-    for name in ("nccl_model", "meshplan"):
-        options = meshplan.BackendOptions(inner="nccl_model") if name == "meshplan" else None
-        dist.init_process_group(
-            name,
-            store=dist.PrefixStore(name, store),
-            rank=rank,
-            world_size=6,
-            pg_options=options,
-        )
-        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("ddp", "fsdp"))
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(37, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 37))
-        for layer in (model[0], model[3], model):
-            fully_shard(layer, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        torch.manual_seed(rank + 1)
-        with count_native_reductions() as counts:
-            for _ in range(8):
-                x = torch.randn(16, 37) * 3
-                F.mse_loss(model(x), x.roll(1, 0)).backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-        results[name] = differing_replicas(model, mesh.get_group("ddp")), dict(counts)
-        dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.PrefixStore("end", store), rank=rank, world_size=6)
-    # A rank that went on first would end while its peers connect to it.
-    dist.barrier()
-    return results
-
-
-def test_replicas_of_hsdp_have_equal_bits() -> None:
-    for found in run_ranks(train_hsdp, 6, init=False):
-        assert found["meshplan"] == (0, {})
 
 
 def redistribute(_: int) -> list[Any]:

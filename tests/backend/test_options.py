@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,7 +20,6 @@ import meshplan.backend
 from meshplan import BackendOptions, Contract, _variables
 from meshplan._torch import BackendOptionsBase
 from meshplan.backend._group import MeshplanProcessGroup
-from meshplan.testing import nccl_model
 from tests.backend.native_calls import count_native_reductions
 from tests.processes import run_ranks
 
@@ -91,8 +89,7 @@ BackendError: MP505: the group has backend 'cpu:gloo,cuda:meshplan', and torch u
 
 
 def refused_calls(rank: int) -> list[str]:
-    group = dist.group.WORLD
-    assert group is not None
+    group: Any = dist.group.WORLD
     x, out, opts = torch.ones(4), torch.empty(3), dist.ReduceScatterOptions()
     calls: tuple[Callable[[], Any], ...] = (
         lambda: group.allreduce([x, x]),
@@ -224,12 +221,6 @@ class TestEffects:
         for found in run_ranks(audit_wrong_bit, 3, backend="meshplan"):
             assert found == [("MP704", (1,), 1)] * 2
 
-    def test_siblings_on_a_jagged_layout_have_the_bits_of_the_contract(self) -> None:
-        found = run_ranks(reduce_in_siblings, 6, init=False)
-        assert [one["contract"] for one in found] == [[]] * 6
-        # The two sibling groups disagree over the plain backend.
-        assert any(one["plain"] for one in found)
-
 
 def differ(rank: int) -> list[Any]:
     found = []
@@ -351,60 +342,3 @@ def try_options(rank: int) -> dict[str, Any]:
         "timeout": seconds,
         "mesh": [reduced(within), type(within).__name__],
     }
-
-
-def siblings_bits(x: Tensor, group: Any) -> dict[str, Tensor]:
-    """What each way to reduce makes of ``x``."""
-    import torch.distributed._functional_collectives as funcol
-
-    size = group.size()
-    raw = x.clone()
-    dist.all_reduce(raw, group=group)
-    shard = torch.empty(x.numel() // size)
-    dist.reduce_scatter_single(shard, x.clone(), group=group)
-    whole = torch.empty_like(x)
-    dist.all_gather_single(whole, shard, group=group)
-    parts = [part.clone() for part in x.split(100)]
-    with dist.distributed_c10d._coalescing_manager(group):
-        for part in parts:
-            dist.all_reduce(part, group=group)
-    return {
-        "raw": raw,
-        "functional": funcol.all_reduce(x, "sum", group) + 0,
-        "scattered": whole,
-        "coalesced": torch.cat(parts),
-    }
-
-
-def reduce_in_siblings(rank: int) -> dict[str, list[str]]:
-    """Mesh (2, 3) over nodes of 2 ranks: the groups of three span nodes in different ways."""
-    nccl_model.register()
-    nccl_model.configure(domain_size=2, algorithm="tree")
-    store = dist.FileStore(os.environ["MESHPLAN_TEST_STORE"], 6)
-    results: dict[str, list[str]] = {}
-    for name in ("plain", "contract"):
-        backend = "nccl_model" if name == "plain" else "meshplan"
-        options = None if name == "plain" else BackendOptions(inner="nccl_model", path="exchange")
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore(name, store),
-            rank=rank,
-            world_size=6,
-            pg_options=options,
-        )
-        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("ddp", "fsdp"))
-        coordinate = mesh.get_local_rank("fsdp")
-        leaves = [
-            torch.randn(3 * 200, generator=torch.Generator().manual_seed(i)) * 10**i
-            for i in range(3)
-        ]
-        expected = meshplan.reduce_leaves(leaves, "sum", [3])
-        with count_native_reductions() as counts:
-            found = siblings_bits(leaves[coordinate], mesh.get_group("fsdp"))
-        wrong = [way for way, one in found.items() if not torch.equal(one, expected)]
-        if name == "contract":
-            wrong += list(counts)
-        results[name] = wrong
-        dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.PrefixStore("end", store), rank=rank, world_size=6)
-    return results
