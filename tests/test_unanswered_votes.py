@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 from unittest import mock
 
@@ -65,30 +66,23 @@ def reduce_over_mesh(rank: int) -> Callable[[float], float]:
 DOORS = {"backend": reduce_over_backend, "mesh": reduce_over_mesh}
 
 
+def silent() -> Any:
+    error = GroupStateError("the store did not answer", unanswered=True)
+    return mock.patch.object(_join, "note_process", side_effect=error)
+
+
+ONCE: tuple[When, ...] = ("before it is counted", "after it is counted")
+LOST = [[partial(unanswered, when, suffix)] for when in ONCE for suffix in ("/ready", "/0")]
+
+
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("suffix", ["/ready", "/0"])
-@pytest.mark.parametrize("when", ["before it is counted", "after it is counted"])
-def test_rank_without_an_answer_comes_back_to_the_vote(door: str, suffix: str, when: When) -> None:
+@pytest.mark.parametrize("losses", [*LOST, [*LOST[-1], silent]])
+def test_rank_without_an_answer_comes_back_to_the_vote(door: str, losses: Any) -> None:
     def ranks(rank: int) -> list[float]:
         reduce = DOORS[door](rank)
-        if rank == 1:
-            with unanswered(when, suffix), pytest.raises(GroupStateError, match="answer"):
+        for lost in losses if rank == 1 else ():
+            with lost(), pytest.raises(GroupStateError, match="answer"):
                 reduce(10.0)
-        return [reduce(value) for value in (1.0, 2.0)]
-
-    assert run_ranks(ranks, 2) == [[2.0, 4.0]] * 2
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_rank_comes_back_to_the_vote_after_several_silences(door: str) -> None:
-    def ranks(rank: int) -> list[float]:
-        reduce = DOORS[door](rank)
-        if rank == 1:
-            error = GroupStateError("the store did not answer", unanswered=True)
-            silent = mock.patch.object(_join, "note_process", side_effect=error)
-            for lost in (unanswered("after it is counted", "/0"), silent):
-                with lost, pytest.raises(GroupStateError, match="answer"):
-                    reduce(10.0)
         return [reduce(value) for value in (1.0, 2.0)]
 
     assert run_ranks(ranks, 2) == [[2.0, 4.0]] * 2

@@ -25,7 +25,8 @@ from meshplan.execute._header import tensor_header
 from meshplan.execute._wire import Message
 from meshplan.execute.paths import _exchange
 from meshplan.flatten import _missing
-from tests.processes import run_ranks, set_timeout
+from tests.faults.jobs import attempt
+from tests.processes import arrive, run_ranks, set_timeout, start_all_reduce, wait_for
 from tests.test_collectives import step
 
 pytestmark = pytest.mark.processes
@@ -41,12 +42,15 @@ def new_group(path: str, timeout: timedelta = LONG) -> MeshplanProcessGroup:
     return group
 
 
-def attempt(run: Callable[[], Any]) -> str:
-    try:
-        run()
-    except meshplan.MeshplanError as error:
-        return str(error)
-    return "no error"
+def text_of(run: Callable[[], Any]) -> str:
+    return attempt(run)[1]
+
+
+def leave_alone(rank: int) -> bool:
+    """Rank 1 does not come, until rank 0 is done."""
+    if rank == 1:
+        wait_for("done", 1)
+    return rank == 1
 
 
 def reduce(group: MeshplanProcessGroup) -> None:
@@ -89,22 +93,20 @@ def abort_waiting(path: str, first: bool, is_async: bool, rank: int) -> list[str
     group = new_group(path)
     if not first:
         reduce(group)
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 1:
-        store.wait(["done"], LONG)
+    if leave_alone(rank):
         return []
     timer = threading.Timer(1.0, group.abort)
     timer.start()
     if is_async:
-        works = [dist.all_reduce(torch.ones(5), group=group, async_op=True) for _ in range(3)]
-        found = [attempt(work.wait) for work in works if work is not None]
+        works = [start_all_reduce(torch.ones(5), group=group) for _ in range(3)]
+        found = [text_of(work.wait) for work in works]
     else:
-        found = [attempt(lambda: reduce(group))]
+        found = [text_of(lambda: reduce(group))]
     # The call after the failure, and the end.
-    found.append(attempt(lambda: reduce(group)))
+    found.append(text_of(lambda: reduce(group)))
     timer.join()
     group.shutdown()
-    store.set("done", "")
+    arrive("done")
     return found
 
 
@@ -127,14 +129,12 @@ def test_abort_ends_the_reduction_under_way_and_those_behind_it(
 def wait_for_data(rank: int) -> list[str]:
     """Headers are compared, and rank 1 sends no data; another thread aborts."""
     group = dist.new_group(timeout=LONG)
-    store = dist.distributed_c10d._get_default_store()
     large = torch.ones(2 * GlooWire.in_place_bytes)
     wanted = step("exchange", sizes=(2,))
     header = tensor_header(large, wanted, "exchange", False)
     wire = GlooWire(StepGroups(group), (rank, header))
     wire.compare()
-    if rank == 1:
-        store.wait(["done"], LONG)
+    if leave_alone(rank):
         return []
     message = Message(False, large.view(torch.uint8), 1)
     waits: list[Callable[[], Any]] = [
@@ -148,9 +148,9 @@ def wait_for_data(rank: int) -> list[str]:
         THIS_THREAD.abort = abort = Abort("a group")
         timer = threading.Timer(0.5, setattr, (abort, "requested", True))
         timer.start()
-        found.append(attempt(wait))
+        found.append(text_of(wait))
         timer.join()
-    store.set("done", "")
+    arrive("done")
     return found
 
 
@@ -173,13 +173,11 @@ def shorten(path: str, by_torch: bool, rank: int) -> list[str]:
     else:
         group.set_timeout(timedelta(seconds=2))
     reduce(group)
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 1:
-        store.wait(["done"], LONG)
+    if leave_alone(rank):
         return []
-    found = [attempt(lambda: reduce(group))]
+    found = [text_of(lambda: reduce(group))]
     group.shutdown()
-    store.set("done", "")
+    arrive("done")
     return found
 
 
@@ -196,19 +194,16 @@ def shut_down_behind_failure(path: str, rank: int) -> list[str]:
     _missing._SECONDS = 1.0
     group = new_group(path, timedelta(seconds=4))
     reduce(group)
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 1:
-        store.wait(["done"], LONG)
+    if leave_alone(rank):
         return []
-    works = [dist.all_reduce(torch.ones(5), group=group, async_op=True) for _ in range(30)]
-    first, *others = [work for work in works if work is not None]
-    found = [attempt(first.wait)]
+    first, *others = [start_all_reduce(torch.ones(5), group=group) for _ in range(30)]
+    found = [text_of(first.wait)]
     begun = time.monotonic()
     group.shutdown()
     # Each of them alone would wait for 4 s.
     found.append(str(time.monotonic() - begun < 60))
-    found += [attempt(work.wait) for work in others]
-    store.set("done", "")
+    found += [text_of(work.wait) for work in others]
+    arrive("done")
     return found
 
 

@@ -7,10 +7,10 @@ all of them at once: each combination has a thread of its own.
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -21,12 +21,10 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 import meshplan
 import meshplan.backend
-from meshplan.errors import (
-    MeshplanError,
-)
 from meshplan.flatten import _missing
-from tests.faults.jobs import Outcome, die, end, run_job, stop_for
+from tests.faults.jobs import Outcome, attempt, die, end, run_job, stop_for
 from tests.marks import full, longest
+from tests.processes import run_in_threads
 
 pytestmark = pytest.mark.processes
 
@@ -94,14 +92,6 @@ def issue(
         assert result.unique().tolist() == [number * size]
 
     return wait
-
-
-def attempt(function: Callable[[], object]) -> Found:
-    try:
-        function()
-    except (MeshplanError, AssertionError) as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def issue_four(case: Case, group: Any, odd_case: Case | None = None, **odd: Any) -> list[Found]:
@@ -191,11 +181,7 @@ def strike(fault: str) -> Callable[[int], Any]:
             found[case] = issue_four(case, groups[case], odd)
 
         if rank != ODD or fault != "absent":
-            threads = [threading.Thread(target=reduce, args=(case,)) for case in CASES]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            run_in_threads(*(partial(reduce, case) for case in CASES))
         again = []
         if fault != "killed":
             dist.barrier()

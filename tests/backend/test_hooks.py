@@ -111,23 +111,24 @@ def leaves() -> list[Tensor]:
 
 
 def coalesce(rank: int) -> list[str]:
-    """With and without ``async_ops``, over every collective that torch coalesces."""
+    """With and without ``async_ops`` and a device, over every collective that torch coalesces."""
     # Torch 2.13 has deprecated two names, which other versions need.
     warnings.simplefilter("ignore", FutureWarning)
     whole, wrong = meshplan.reduce_leaves(leaves(), "sum", [RANKS]), []
-    for is_async in (False, True):
+    for is_async, device in itertools.product((False, True), (None, torch.device("cpu"))):
+        how: Any = {"async_ops": is_async, "device": device}
         parts = list(leaves()[rank].split(7))
         outs = [torch.empty(10), torch.empty(10)]
         halves = leaves()[rank].view(RANKS, 2, 10).transpose(0, 1)
         gathered = [torch.empty(RANKS), torch.empty(2 * RANKS)]
         with count_native_reductions() as counts:
-            with _coalescing_manager(async_ops=is_async) as reduced:
+            with _coalescing_manager(**how) as reduced:
                 for part in parts:
                     dist.all_reduce(part)
-            with _coalescing_manager(async_ops=is_async) as scattered:
+            with _coalescing_manager(**how) as scattered:
                 for out, half in zip(outs, halves, strict=True):
                     dist.reduce_scatter_tensor(out, half.reshape(-1))
-            with _coalescing_manager(async_ops=is_async) as moved:
+            with _coalescing_manager(**how) as moved:
                 for i, out in enumerate(gathered):
                     dist.all_gather_into_tensor(out, torch.full((i + 1,), float(rank)))
             for manager in (reduced, scattered, moved) if is_async else ():
@@ -137,7 +138,7 @@ def coalesce(rank: int) -> list[str]:
             "reduce_scatter": (torch.cat(outs), whole.chunk(RANKS)[rank]),
             "all_gather": (gathered[1], torch.arange(RANKS).repeat_interleave(2).float()),
         }
-        wrong += [f"{is_async} {k}" for k, (a, b) in found.items() if not torch.equal(a, b)]
+        wrong += [f"{how} {k}" for k, (a, b) in found.items() if not torch.equal(a, b)]
         wrong += list(counts)
     return wrong
 
@@ -192,8 +193,7 @@ def test_reduction_that_fails_ends_the_backward_with_its_error() -> None:
 
 def count_sequence(_: int) -> list[int]:
     """Torch's debug mode compares these numbers between ranks."""
-    group = dist.group.WORLD
-    assert group is not None
+    group: Any = dist.group.WORLD
     numbers = [group._get_sequence_number_for_group()]
     for _ in range(3):
         dist.all_reduce(torch.ones(2))

@@ -302,8 +302,7 @@ def mix_layouts(rank: int) -> list[str]:
         ]
     if torch.__version__.startswith("2.11."):  # whose gloo has no all-to-all of lists
         wrong = [what for what in wrong if what != "all_to_all: error"]
-    group = dist.group.WORLD
-    assert group is not None
+    group: Any = dist.group.WORLD
     waits: list[Callable[[Any], Any]] = [
         lambda work: work.wait(),
         lambda work: work.get_future().wait(),
@@ -367,27 +366,14 @@ CPU = torch.device("cpu")
 
 
 def coalesce(rank: int) -> list[Any]:
-    """Blocks with a device: reductions, moves of strided tensors, an error, and calls after it."""
-    group = dist.group.WORLD
-    assert group is not None
+    """Blocks with a device: a move of a strided tensor, errors, and calls after them."""
+    group: Any = dist.group.WORLD
     whole = float(sum(range(1, RANKS + 1)))
-    found: list[Any] = []
-    for is_async in (False, True):
-        xs = [torch.full((3,), rank + 1.0) for _ in range(2)]
-        moved = torch.full((3, 4), float(rank)).t()
-        with _coalescing_manager(group, device=CPU, async_ops=is_async) as block:
-            for x in xs:
-                dist.all_reduce(x, group=group)
-        if is_async:
-            block.wait()
-        with _coalescing_manager(group, device=CPU, async_ops=True) as block:
-            dist.broadcast(moved, 1, group=group, async_op=True)
-        block.wait()
-        shard = torch.empty(2)
-        with _coalescing_manager(group, device=CPU):
-            dist.reduce_scatter_single(shard, torch.full((2 * RANKS,), rank + 1.0), group=group)
-        found += [x.tolist() == [whole] * 3 for x in xs]
-        found += [bool((moved == 1).all()), shard.tolist() == [whole] * 2]
+    moved = torch.full((3, 4), float(rank)).t()
+    with _coalescing_manager(group, device=CPU, async_ops=True) as block:
+        dist.broadcast(moved, 1, group=group, async_op=True)
+    block.wait()
+    found: list[Any] = [bool((moved == 1).all())]
     for device in ("cuda", "meta"):
         try:
             with _coalescing_manager(group, device=torch.device(device)):
@@ -412,7 +398,7 @@ def coalesce(rank: int) -> list[Any]:
 def test_blocks_of_coalesced_calls_on_cpus() -> None:
     refused = ["MP505", " the inner backend cannot coalesce calls on {}"]
     on_devices = [[one.format(kind) for one in refused] for kind in ("cuda", "meta")]
-    expected = [*[True] * 8, *on_devices, "MP703", True]
+    expected = [True, *on_devices, "MP703", True]
     assert run_ranks(coalesce, RANKS, backend="meshplan") == [expected] * RANKS
 
 
