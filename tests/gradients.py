@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshplan.testing import order_sensitive
+from tests.inputs import draw_leaves
 
 
 class Dot(nn.Module):
@@ -34,12 +34,7 @@ def batch_of(
 ) -> tuple[Tensor, Tensor]:
     """Inputs of ``Dot`` [samples, numel] whose sums show their order; one sample of three uses
     ``extra``."""
-    rows = [
-        order_sensitive(
-            numel, rank=i, world_size=samples, dtype=dtype, seed=seed, specials=specials
-        )
-        for i in range(samples)
-    ]
+    rows = draw_leaves(samples, numel, dtype, seed=seed, specials=specials)
     return torch.stack(rows), torch.arange(samples) % 3 == 1
 
 

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -90,6 +91,16 @@ def common_result(function: Callable[[int], Any], world_size: int, **options: An
     first, *others = run_ranks(function, world_size, **options)
     assert others == [first] * len(others)
     return first
+
+
+def run_in_threads(*calls: Callable[[], object], seconds: float | None = None) -> None:
+    """Run each call in a thread of its own, to its end."""
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+        assert not thread.is_alive()
 
 
 def start_all_reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> dist.Work:

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -19,6 +20,7 @@ from meshplan.errors import GroupAgreementError
 from meshplan.flatten import _agree
 from meshplan.flatten._agree import Members, VoteResult, open_round, roll_call, vote, wait_for_ranks
 from meshplan.record import VERSION, Record
+from tests.processes import run_in_threads
 
 # Seconds: a test that waited so long would not end.
 SAME = Record.of(vote="same")
@@ -225,11 +227,7 @@ def test_timeout_racing_the_last_arrival_decides_once() -> None:
             time.sleep(pause)
             results.append(vote(here, prefix, SAME))
 
-        threads = [threading.Thread(target=member, args=a) for a in ((0, 0.0), (1, delay))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(partial(member, 0, 0.0), partial(member, 1, delay))
         assert len(results) == 2
         assert results[0] == results[1]
 

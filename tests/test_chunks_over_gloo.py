@@ -22,10 +22,11 @@ from meshplan.execute._wire import Wire
 from meshplan.execute.paths import _hierarchical
 from meshplan.flatten import _missing
 from meshplan.planner import Step, count_chunks
-from meshplan.testing import assert_bitwise_equal, order_sensitive
+from meshplan.testing import assert_bitwise_equal
 from meshplan.topology import Topology
 from tests.clock import clock
 from tests.faults.jobs import attempt, die, run_job
+from tests.inputs import draw_leaves
 from tests.marks import full
 from tests.processes import patience, run_ranks, shorten
 from tests.test_collectives import groups_of, run, shard, step
@@ -38,10 +39,7 @@ CONTRACTS = (Contract(), Contract(rounding="node"), Contract(accumulate="float64
 
 
 def leaves_of(numel: int, ranks: int, dtype: torch.dtype) -> list[Tensor]:
-    return [
-        order_sensitive(numel, rank=r, world_size=ranks, dtype=dtype, specials=True)
-        for r in range(ranks)
-    ]
+    return draw_leaves(ranks, numel, dtype, specials=True)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from meshplan.planner import Step
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from meshplan.topology import Links, Topology
 from tests.compiled import NATIVE, REDUCTIONS, Graphs, bits, compiles, orders_run, warm_inductor
+from tests.inputs import draw_leaves
 from tests.marks import full
 from tests.processes import run_ranks
 
@@ -79,9 +80,7 @@ def block(mesh: DeviceMesh, features: int = 5) -> Block:
     model = Block(mesh.size(), features)
     with torch.no_grad():
         model.up.weight.fill_(1.0)
-        columns = [
-            order_sensitive(features, rank=r, world_size=mesh.size()) for r in range(mesh.size())
-        ]
+        columns = draw_leaves(mesh.size(), features)
         model.down.weight.copy_(torch.stack(columns, 1))
     return parallelize_module(  # type: ignore[return-value]
         model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -131,7 +130,7 @@ def test_compiled_training_has_eager_bits(backend: str) -> None:
             if backend == "aot_eager":
                 assert (graphs.count(REDUCTIONS), graphs.count(NATIVE)) == (2, 0)
         # The data shows the order: another one has other bits.
-        columns = [order_sensitive(5, rank=r, world_size=3) for r in range(3)]
+        columns = draw_leaves(3, 5)
         assert bits(columns[0] + columns[1] + columns[2]) == bits(eager[0])
         assert bits(columns[2] + columns[1] + columns[0]) != bits(eager[0])
         return bits(*eager[:3])
@@ -204,7 +203,7 @@ def test_halving_and_chunks_have_their_bits_in_graphs(compiler: Any, blocks: boo
 
         _hierarchical.count_chunks = three
         mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("ddp", "fsdp"))
-        leaves = [order_sensitive(999, rank=r, world_size=6) for r in range(6)]
+        leaves = draw_leaves(6, 999)
         how: dict[str, Any] = {"path": "halving"}
         if blocks:
             # As if measured: between CPUs the defaults are others, and halving is not chosen.

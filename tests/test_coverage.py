@@ -306,9 +306,8 @@ class TestCallSites(TestCase):
 
     def test_call_sites(self) -> None:
         warm_compiler()
-        found = common_result(find_sites, 2)
         self.assertExpectedInline(
-            "\n".join(found),
+            "\n".join(common_result(find_sites, 2)),
             """\
 tests/test_coverage.py train (backward, FSDP2) | reduce_scatter avg over gloo
 tests/test_coverage.py clip (clip_grad_norm_, DTensor) | all_reduce sum over gloo
@@ -364,9 +363,8 @@ class TestStrict(TestCase):
 
     def test_messages(self) -> None:
         warm_compiler()
-        found = common_result(refuse, 2)
         self.assertExpectedInline(
-            "\n".join(found),
+            "\n".join(common_result(refuse, 2)),
             """\
 MP701: tests/test_coverage.py <lambda>: all_reduce sum over gloo, 2 ranks, of float32 is outside the contract, in the backend's own order; create the group by init_process_group("meshplan") or new_group(backend="meshplan"), or pass strict=False to meshplan.coverage
 MP701: tests/test_coverage.py compiled_sum: all_reduce sum over gloo, 2 ranks, of float32 is outside the contract, in the backend's own order; create the group by init_process_group("meshplan") or new_group(backend="meshplan"), or pass strict=False to meshplan.coverage

@@ -11,6 +11,7 @@ import math
 import os
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,6 @@ from meshplan.kernel import DeviceCommunicator, Ipc, TransportError, _device_pee
 from meshplan.kernel._device_code import kernel_name
 from meshplan.kernel._device_peers import share_out, tile_bytes
 from meshplan.kernel._driver import Driver, DriverError
-from meshplan.testing import order_sensitive
 from tests.devices import (
     EMULATED,
     Emulated,
@@ -42,7 +42,8 @@ from tests.devices import (
     wrong_golden,
     wrong_sizes,
 )
-from tests.processes import arrive, run_ranks, wait_for
+from tests.inputs import draw_leaves
+from tests.processes import arrive, common_result, run_ranks, wait_for
 
 pytestmark = EMULATED
 
@@ -106,7 +107,7 @@ def test_large_message_uses_all_blocks() -> None:
         # The GPU with fewer processors decides how many blocks run at once.
         device = Emulated(processors=5 if rank == 0 else 7)
         connect_ranks(device, range(2), lanes=4)
-        leaves = [order_sensitive(300_000, rank=r, world_size=2) for r in range(2)]
+        leaves = draw_leaves(2, 300_000)
         assert have_equal_bits(
             reduce_peers(leaves[rank], (2,), "two_shot"), reduce_leaves(leaves, "sum", (2,))
         )
@@ -187,7 +188,7 @@ class TestFaults(TestCase):
                 reduce_peers(torch.ones(5), (2,), "one_shot")
             freed = device.history().count("free")
             connect_ranks(device, range(2), lanes=2)
-            leaves = [order_sensitive(50, rank=r, world_size=2) for r in range(2)]
+            leaves = draw_leaves(2, 50)
             right = have_equal_bits(
                 reduce_peers(leaves[rank], (2,), "one_shot"), reduce_leaves(leaves, "sum", (2,))
             )
@@ -283,9 +284,8 @@ memory of 3 GPUs""",
             members = members_of(None, (0, 1), 20.0)
             return str(connect_devices("", members, "x", timeout=20, find=find))
 
-        found = run_ranks(ranks, 2)
-        assert found[0] == found[1]
-        self.assertExpectedInline(found[0], """rank 1: libcuda.so.1: no such file""")
+        found = common_result(ranks, 2)
+        self.assertExpectedInline(found, """rank 1: libcuda.so.1: no such file""")
 
 
 class TestTimedGpus(TestCase):
@@ -315,15 +315,13 @@ class TestTimedGpus(TestCase):
             assert named.peers is not None
             assert named.peers.name != shared.peers.name
             assert named.peers.faster_mode(401) == "one_shot"
-            leaves = [order_sensitive(101, rank=r, world_size=2) for r in range(2)]
+            leaves = draw_leaves(2, 101)
             result = reduce_peers(leaves[rank], (2,), "auto", name=shared.peers.name)
             assert have_equal_bits(result, reduce_leaves(leaves, "sum", (2,)))
             return found
 
-        first, second = run_ranks(ranks, 2)
-        assert first == second
         self.assertExpectedInline(
-            "\n".join(first),
+            "\n".join(common_result(ranks, 2)),
             """\
 rank 0: one_shot and two_shot were not timed on new with 2 ranks; write the path that you want, or time them with make bench-gpu
 rank 1: exchange was timed to be faster on slow with 2 ranks
@@ -335,8 +333,7 @@ two_shot of 401""",
 
 
 def group_of_two() -> Group:
-    world = dist.group.WORLD
-    assert world is not None
+    world: Any = dist.group.WORLD
     return Group.of(world, (0, 1), "default")
 
 
@@ -355,7 +352,7 @@ def test_shared_device_memory_is_logged() -> None:
         key = GroupKey((0, 1), "gloo", "cuda", "always")
         found = share_memory(group_of_two(), key, members, objection=None)
         assert isinstance(found.peers, DeviceCommunicator)
-        leaves = [order_sensitive(99, rank=r, world_size=2) for r in range(2)]
+        leaves = draw_leaves(2, 99)
         result = reduce_peers(leaves[rank], (2,), "auto", name=found.peers.name)
         return have_equal_bits(result, reduce_leaves(leaves, "sum", (2,))), lines
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from meshplan.definition import reduce_leaves
-from meshplan.testing import order_sensitive
 from tests.devices import (
     EMULATED,
     Emulated,
@@ -26,6 +25,7 @@ from tests.devices import (
     synchronize,
     wrong_offsets,
 )
+from tests.inputs import draw_leaves
 from tests.processes import run_ranks
 
 pytestmark = EMULATED
@@ -61,7 +61,7 @@ def test_elements_that_are_not_aligned() -> None:
         connect_ranks(Emulated(), range(3), lanes=3)
         wrong = []
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
-            leaves = [order_sensitive(519, rank=r, world_size=3, dtype=dtype) for r in range(3)]
+            leaves = draw_leaves(3, 519, dtype)
             expected = reduce_leaves(leaves, "sum", (3,))
             for offset in {1, 7, dtype.itemsize // 2}:
                 for mode in ("one_shot", "two_shot"):

@@ -404,9 +404,8 @@ class TestErrors(TestCase):
                 texts.append(refusal(error, GradientAccumulator, model, M))
             return texts
 
-        found = common_result(run, 2, backend="meshplan")
         self.assertExpectedInline(
-            "\n".join(found),
+            "\n".join(common_result(run, 2, backend="meshplan")),
             """\
 MP902: ranks=2 of data parallelism for 1 micro-batches in a step; pass at least 1 and at most 1, so that each rank has a micro-batch
 MP902: model is a Model; pass a DistributedDataParallel, or a model after fully_shard and its mesh
@@ -478,9 +477,8 @@ MP902: a group reduces under v1/tree/wide/once with policy='fast', another under
             texts += [refuse(lambda: backward(-1)), refuse(accumulator.reset)]
             return texts
 
-        found = common_result(run, 2, backend="meshplan")
         self.assertExpectedInline(
-            "\n".join(found),
+            "\n".join(common_result(run, 2, backend="meshplan")),
             """\
 MP902: 0 of 2 rounds are done; compute 2 micro-batches on each rank before finish
 MP902: parameter 'weights.0' got several gradients in round 0, whose sum depends on the number of ranks; call backward once in it, and shard a module that forward calls several times with its parent

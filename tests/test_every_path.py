@@ -20,7 +20,7 @@ from meshplan.layout import Layout
 from meshplan.planner import Step
 from meshplan.record import Record
 from meshplan.testing import bits, order_sensitive
-from tests.inputs import at_byte
+from tests.inputs import at_byte, draw_leaves
 from tests.marks import full, longest
 from tests.processes import run_ranks
 
@@ -43,10 +43,7 @@ class Case:
 def cases(world_size: int) -> Iterator[Case]:
     for numel in NUMELS:
         for dtype in (torch.float32, torch.bfloat16) if numel < 5000 else (torch.float32,):
-            leaves = [
-                order_sensitive(numel, rank=r, world_size=world_size, dtype=dtype, specials=True)
-                for r in range(world_size)
-            ]
+            leaves = draw_leaves(world_size, numel, dtype, specials=True)
             yield Case(f"{dtype} {numel}", leaves, reduce_leaves(leaves, "sum", (world_size,)))
 
 

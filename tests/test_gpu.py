@@ -23,7 +23,6 @@ from meshplan.errors import PeerTimeoutError
 from meshplan.kernel import DeviceCommunicator, Ipc, Symmetric, Transport, check, device_of
 from meshplan.kernel._device_code import sources
 from meshplan.kernel._driver import loaded_files
-from meshplan.testing import order_sensitive
 from tests.devices import (
     Swapped,
     connect_ranks,
@@ -34,6 +33,7 @@ from tests.devices import (
     wrong_offsets,
     wrong_sizes,
 )
+from tests.inputs import draw_leaves
 from tests.processes import run_ranks
 
 
@@ -205,7 +205,7 @@ def test_a_graph_is_captured_and_replayed_between_eager_calls() -> None:
             captured = reduce_peers(static, (2,), "two_shot")
         right = []
         for turn in range(7):
-            leaves = [order_sensitive(50_001, rank=r, world_size=2, seed=turn) for r in range(2)]
+            leaves = draw_leaves(2, 50_001, seed=turn)
             expected = reduce_leaves(leaves, "sum", (2,))
             static.copy_(leaves[rank])
             graph.replay()
@@ -224,7 +224,7 @@ def test_two_streams_of_one_rank_do_not_race() -> None:
     def ranks(rank: int) -> list[bool]:
         connect(rank, 2)
         streams = [torch.cuda.Stream() for _ in range(3)]
-        leaves = [order_sensitive(200_003, rank=r, world_size=2) for r in range(2)]
+        leaves = draw_leaves(2, 200_003)
         mine = leaves[rank].cuda()
         torch.cuda.synchronize()
         results = []
@@ -250,7 +250,7 @@ def test_streams_and_graphs_are_in_one_order(program: str) -> None:
         inputs = []
         for seed in range(12):
             numel = (50, 20_001, 200_003)[seed % 3]
-            leaves = [order_sensitive(numel, rank=r, world_size=2, seed=seed) for r in range(2)]
+            leaves = draw_leaves(2, numel, seed=seed)
             inputs.append((leaves[rank].cuda(), reduce_leaves(leaves, "sum", (2,))))
 
         def call(stream: torch.cuda.Stream) -> None:
@@ -305,10 +305,7 @@ def test_queued_calls_after_a_failure_are_errors(world_size: int) -> None:
         connect(rank, world_size, timeout=3.0)
         calls = []
         for seed in range(8):
-            leaves = [
-                order_sensitive(100_003, rank=r, world_size=world_size, seed=seed)
-                for r in range(world_size)
-            ]
+            leaves = draw_leaves(world_size, 100_003, seed=seed)
             calls.append((leaves[rank].cuda(), reduce_leaves(leaves, "sum", (world_size,))))
         # Kernels are loaded when they are first launched, which takes its time.
         for mode in ("one_shot", "two_shot"):

@@ -29,10 +29,11 @@ from meshplan.execute._shards import select_shard
 from meshplan.execute._wire import Wire
 from meshplan.execute.paths._halving import PATH, HalvedReduction
 from meshplan.planner import Step, halving_schedule, merge_axes
-from meshplan.testing import assert_bitwise_equal, order_sensitive
+from meshplan.testing import assert_bitwise_equal
 from tests import steps
+from tests.inputs import draw_leaves
 from tests.marks import full
-from tests.processes import run_ranks
+from tests.processes import common_result, run_ranks
 from tests.traffic import count_halving, count_sent
 
 CONTRACTS = (Contract(), Contract(rounding="node"), Contract(accumulate="float64"))
@@ -102,10 +103,7 @@ def run_all(
 @cache
 def leaves_of(ranks: int, numel: int, dtype: str) -> list[Tensor]:
     kind = getattr(torch, dtype)
-    return [
-        order_sensitive(numel, rank=r, world_size=ranks, dtype=kind, specials=True)
-        for r in range(ranks)
-    ]
+    return draw_leaves(ranks, numel, kind, specials=True)
 
 
 def check_bits(shape: tuple[int, ...], op: Op, dtype: str, contract: Contract, numel: int) -> None:
@@ -328,10 +326,8 @@ class TestMessages(TestCase):
                     )
             return found
 
-        found = run_ranks(messages, 3)
-        assert found[0] == found[1] == found[2]
         self.assertExpectedInline(
-            "\n".join(found[0]),
+            "\n".join(common_result(messages, 3)),
             """\
 MP701: deterministic_all_reduce sum: path halving was requested and exchange would run: path halving; path halving adds in order 'tree', and not 'exact'; pass another path, or strict=False
 MP701: deterministic_all_reduce sum: path halving was requested and exchange would run: path halving; order 'rank' is one fold from the first leaf to the last; pass another path, or strict=False""",

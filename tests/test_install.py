@@ -20,6 +20,7 @@ from meshplan.dtensor._graphs import remove_tag
 from meshplan.errors import InstallError
 from meshplan.planner import Policy
 from meshplan.replicas._coverage import report_libraries
+from tests.processes import run_in_threads
 from tests.traffic import Issued, counts
 
 HOUR = 3600
@@ -145,13 +146,8 @@ def test_threads_may_install_concurrently() -> None:
             meshplan.install()
             meshplan.uninstall()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
     # To the end, however busy the machine: a thread that is left would uninstall in the next test.
-    for thread in threads:
-        thread.join(HOUR)
-        assert not thread.is_alive()
+    run_in_threads(*[work] * 4, seconds=HOUR)
     meshplan.uninstall()
     assert _redistribute._optimize_transform_infos is TORCHS_OWN
 

@@ -68,7 +68,7 @@ def test_any_length_and_alignment_match_the_definition(dtype: torch.dtype) -> No
         for offset in range(16 if numel == 17 else 1):
             moved = [at_byte(leaf, offset) for leaf in leaves] if numel else leaves
             assert_bitwise_equal(kernel.reduce_leaves(moved, "sum", (5,)), expected, f"{offset}")
-    whole = [order_sensitive(5000, rank=r, world_size=5, dtype=dtype) for r in range(5)]
+    whole = draw_leaves(5, 5000, dtype)
     full = kernel.reduce_leaves(whole, "sum", (5,))
     for start, stop in ((0, 1), (1, 1030), (1019, 3000), (4990, 5000)):
         part = kernel.reduce_leaves([leaf[start:stop] for leaf in whole], "sum", (5,))
@@ -236,7 +236,7 @@ class TestMissingLibrary(TestCase):
                     patch.setattr(_library, "installation", lambda here=here: here)
                     assert not kernel.available()
                     reasons.append(re.sub(r" \(.*\)", "", str(kernel.why_not())))
-                    leaves = [order_sensitive(5, rank=r, world_size=3) for r in range(3)]
+                    leaves = draw_leaves(3, 5)
                     expected = definition.reduce_leaves(leaves, "sum", (3,))
                     assert_bitwise_equal(kernel.reduce_leaves(leaves, "sum", (3,)), expected)
                     with pytest.raises(RuntimeError):

@@ -7,15 +7,14 @@ from expecttest import TestCase
 
 from meshplan.errors import TopologyError
 from meshplan.topology import Link, Links, Topology
+from tests.refusals import refusal
 
 
 class TestRefusals(TestCase):
     def test_invalid_link_is_refused(self) -> None:
         messages = []
         for latency, bandwidth in ((-1e-6, 1e9), (0.0, 0.0), (math.nan, 1e9), (0.0, math.inf)):
-            with pytest.raises(TopologyError) as caught:
-                Link(latency, bandwidth)
-            messages.append(str(caught.value))
+            messages.append(refusal(TopologyError, Link, latency, bandwidth))
         self.assertExpectedInline(
             "\n".join(messages),
             """\
@@ -26,10 +25,8 @@ MP211: a link has a latency of 0 or more seconds and a bandwidth above 0 bytes/s
         )
 
     def test_invalid_links_are_refused(self) -> None:
-        with pytest.raises(TopologyError) as caught:
-            Links(uses=0)
         self.assertExpectedInline(
-            str(caught.value),
+            refusal(TopologyError, Links, uses=0),
             """MP211: launch, batch and group are times of 0 or more seconds and uses is 1 or more, got launch=6.6e-06, batch=0.0, group=0.5, uses=0; leave out unknown figures""",
         )
 
@@ -104,9 +101,7 @@ class TestFiles(TestCase):
             '{"launch": -1}',
             '{"uses": 1.5}',
         ):
-            with pytest.raises(TopologyError) as caught:
-                Links.loads(text)
-            messages.append(str(caught.value))
+            messages.append(refusal(TopologyError, Links.loads, text))
         self.assertExpectedInline(
             "\n".join(messages),
             """\

@@ -24,7 +24,6 @@ from meshplan.kernel import (
 )
 from meshplan.kernel._host_peers import HEADER_BYTES
 from meshplan.kernel._mapping_check import HostProbe, _word, lost_word
-from meshplan.testing import order_sensitive
 from tests.devices import (
     EMULATED,
     STAGED_BYTES,
@@ -34,13 +33,14 @@ from tests.devices import (
     have_equal_bits,
     reduce_peers,
 )
+from tests.inputs import draw_leaves
 from tests.processes import run_ranks
 
 pytestmark = EMULATED
 
 
 def reduces(rank: int, size: int) -> bool:
-    leaves = [order_sensitive(5_003, rank=r, world_size=size) for r in range(size)]
+    leaves = draw_leaves(size, 5_003)
     expected = reduce_leaves(leaves, "sum", (size,))
     return all(
         have_equal_bits(reduce_peers(leaves[rank], (size,), mode), expected)

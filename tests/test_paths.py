@@ -44,6 +44,7 @@ from meshplan.planner import (
 from meshplan.record import Record
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from meshplan.topology._links import CPU_LINKS
+from tests.inputs import draw_leaves
 from tests.processes import run_ranks
 from tests.steps import make_step
 
@@ -218,10 +219,7 @@ def test_small_messages_take_one_collective(world_size: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
         limit = small_bytes(world_size) // dtype.itemsize
         for numel in (1, 7, limit - 1, limit, limit + 1, 2 * limit + 3):
-            leaves = [
-                order_sensitive(numel, rank=r, world_size=world_size, dtype=dtype, specials=True)
-                for r in range(world_size)
-            ]
+            leaves = draw_leaves(world_size, numel, dtype, specials=True)
             cases.append((leaves, numel <= limit, reduce_leaves(leaves, "sum", (world_size,))))
 
     def ranks(rank: int) -> None:
@@ -289,7 +287,7 @@ def test_sizes_across_the_threshold_are_an_error_at_once() -> None:
                 call(torch.ones(one if rank == odd else others))
             texts.append(str(caught.value))
             for numel in (limit, limit + 1):
-                leaves = [order_sensitive(numel, rank=r, world_size=3) for r in range(3)]
+                leaves = draw_leaves(3, numel)
                 assert_bitwise_equal(call(leaves[rank]), reduce_leaves(leaves, "sum", (3,)))
         return texts
 

@@ -419,9 +419,8 @@ class TestWrongCalls(TestCase):
             assert reduce_peers(ones, (2,), "auto", op="avg").tolist() == [1.0] * 6
             return messages
 
-        found = common_result(ranks, 2)
         self.assertExpectedInline(
-            "\n".join(found),
+            "\n".join(common_result(ranks, 2)),
             """\
 MP412: torch.complex64 is outside the contract; convert to one of float32, bfloat16, float16, float64, int8, int16, int32, int64, uint8
 MP412: torch.bool is outside the contract; convert to one of float32, bfloat16, float16, float64, int8, int16, int32, int64, uint8
@@ -459,9 +458,8 @@ MP402: no mode 'three_shot'; use one of 'auto', 'one_shot', 'two_shot'""",
                 d.full_tensor()
             return lines
 
-        found = common_result(ranks, 2)
         self.assertExpectedInline(
-            "\n".join(found),
+            "\n".join(common_result(ranks, 2)),
             """\
 [meshplan] default group 0 of 2 ranks: 0, 1: shared memory of 2 ranks, one_shot up to 32768 bytes, two_shot above
 [meshplan] default group 0 of 2 ranks: 0, 1: path exchange, no peers: its ranks are on several hosts, or in containers that cannot see each other""",

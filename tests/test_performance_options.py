@@ -20,7 +20,8 @@ from meshplan.collectives import _reduction, functional
 from meshplan.definition import reduce_leaves
 from meshplan.execute import PATHS
 from meshplan.kernel import _digest
-from meshplan.testing import bits, order_sensitive
+from meshplan.testing import bits
+from tests.inputs import draw_leaves
 from tests.marks import full
 from tests.processes import run_ranks
 
@@ -125,10 +126,7 @@ def over_backend(leaf: Tensor, contract: Contract) -> Iterator[tuple[str, Tensor
 
 def walk(rank: int, dtype: torch.dtype, contract: Contract) -> list[str]:
     """The options whose bits are not those of the definition."""
-    leaves = [
-        order_sensitive(NUMEL, rank=r, world_size=WORLD_SIZE, dtype=dtype, specials=True)
-        for r in range(WORLD_SIZE)
-    ]
+    leaves = draw_leaves(WORLD_SIZE, NUMEL, dtype, specials=True)
     expected = bits(reduce_leaves(leaves, "sum", (WORLD_SIZE,), contract))
     forms = (single_calls, lists, installed, over_backend)
     return [

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 import meshplan
 from meshplan.execute import Purpose, StepGroups, run_reduction
 from meshplan.execute._provenance import Event, _Events
-from tests.processes import run_ranks
+from tests.processes import run_in_threads, run_ranks
 from tests.steps import make_step
 
 P, R = Partial(), Replicate()
@@ -175,14 +174,7 @@ def test_report_is_bounded_and_counts_dropped_entries() -> None:
 
 def test_threads_count_together() -> None:
     log = _Events(3)
-    threads = [
-        threading.Thread(target=lambda: [log.add(event(), 1, 4, 0.0) for _ in range(500)])
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    run_in_threads(*[lambda: [log.add(event(), 1, 4, 0.0) for _ in range(500)]] * 4, seconds=20)
     assert log.snapshot().entries[0]["count"] == 2000
 
 

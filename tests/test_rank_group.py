@@ -16,14 +16,13 @@ from meshplan.testing import assert_bitwise_equal
 from meshplan.testing._ranks import RankGroup
 from meshplan.testing._segments import join_blocks, sum_blocks
 from tests.processes import run_ranks
+from tests.refusals import refusal
 from tests.tp_inputs import DTYPES, logits_of
 
 
 def test_missing_process_group_is_an_error() -> None:
-    with pytest.raises(GroupStateError) as caught:
-        RankGroup(None)
     assert_expected_inline(
-        str(caught.value),
+        refusal(GroupStateError, RankGroup, None),
         """MP503: no process group is initialised; call torch.distributed.init_process_group first""",
     )
 
@@ -98,9 +97,7 @@ def check_errors(rank: int) -> list[str]:
 def check_group(rank: int) -> str:
     group = dist.new_group([2, 0])
     if rank == 1:
-        with pytest.raises(GroupStateError) as caught:
-            RankGroup(group)
-        return str(caught.value)
+        return refusal(GroupStateError, RankGroup, group)
     ranks = RankGroup(group)
     assert ranks.gather_records(rank) == ranks.ranks
     assert ranks.ranks[ranks.position] == rank

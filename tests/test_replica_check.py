@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshplan.errors import GroupStateError, PolicyError, ReplicaInputError
 from meshplan.replicas import ReplicaCheck, verify_replicas
+from tests.refusals import refusal
 
 
 @pytest.fixture(name="mesh")
@@ -81,9 +82,7 @@ def test_invalid_arguments_are_errors(mesh: DeviceMesh) -> None:
         lambda: verify_replicas(torch.ones(1, device="meta"), mesh),
         lambda: verify_replicas(torch.ones(1), DeviceMesh("cpu", [0, 1])),
     ):
-        with pytest.raises((PolicyError, ReplicaInputError, GroupStateError)) as caught:
-            function()
-        messages.append(str(caught.value))
+        messages.append(refusal((PolicyError, ReplicaInputError, GroupStateError), function))
     assert_expected_inline(
         "\n".join(messages),
         """\
@@ -95,9 +94,7 @@ MP503: the mesh is on the 'fake' backend, which sends nothing, so there are no r
 
 
 def test_missing_default_group_is_an_error() -> None:
-    with pytest.raises(GroupStateError) as caught:
-        verify_replicas(torch.ones(1))
     assert_expected_inline(
-        str(caught.value),
+        refusal(GroupStateError, verify_replicas, torch.ones(1)),
         """MP503: replicas are compared over all ranks, and there is no default group; call torch.distributed.init_process_group first, or pass a mesh""",
     )

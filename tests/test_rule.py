@@ -6,12 +6,12 @@ import json
 from argparse import Namespace
 from collections.abc import Sequence
 
-import pytest
 from expecttest import TestCase
 
 from meshplan.cli._rule import explain_rules
 from meshplan.errors import PolicyError
 from meshplan.lint._rules import ERRORS, RULES, format_rule_page
+from tests.refusals import refusal
 
 
 def rule(codes: Sequence[str], all_: bool = False, output_format: str = "text") -> str:
@@ -65,9 +65,7 @@ errors of meshplan
             (["MP101", "MP1O2"], False),
             (["MP110"], False),
         ):
-            with pytest.raises(PolicyError) as caught:
-                rule(codes, all_)
-            said.append(str(caught.value))
+            said.append(refusal(PolicyError, rule, codes, all_))
         self.assertExpectedInline(
             "\n".join(said),
             """\

@@ -13,6 +13,7 @@ from meshplan.topology import Topology
 from meshplan.topology._model import Cluster
 from meshplan.topology._read_cluster import Inputs, read_cluster
 from tests.cli import meshplan
+from tests.refusals import refusal
 
 CONF = "BlockName=r1 Nodes=n[00-17]\nBlockName=r2 Nodes=n[18-35]\nBlockSizes=18,36\n"
 YAML = """\
@@ -101,13 +102,9 @@ def test_contradictions_are_refused() -> None:
         (slurm("n[34-37]", "4(x4)"), {}),
         (slurm("n[00-31]", "4(x32)"), {"domain_size": 64}),
     ):
-        with pytest.raises(TopologyError) as caught:
-            place(16 if not options else 128, environ, **options)
-        said.append(str(caught.value))
+        said.append(refusal(TopologyError, place, 16 if not options else 128, environ, **options))
     Path("topology.conf").write_text(CONF + "BlockName=r3 Nodes=n05\n")
-    with pytest.raises(TopologyError) as caught:
-        place(128, slurm("n[00-31]", "4(x32)"))
-    said.append(str(caught.value))
+    said.append(refusal(TopologyError, place, 128, slurm("n[00-31]", "4(x32)")))
     assert_expected_inline(
         "\n".join(said),
         """\

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -27,7 +28,7 @@ from meshplan.kernel import why_not
 from meshplan.topology import Topology
 from tests.doors import DOORS, LONG, Door, Member, Result, attempt, call_values, expected_words
 from tests.marks import full
-from tests.processes import arrive, run_ranks, wait_for
+from tests.processes import arrive, run_in_threads, run_ranks, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -60,6 +61,13 @@ def readings(results: list[dict[int, Result]], group: int = 0) -> dict[int, list
         ]
         for call in sorted({call for found in results for call in found})
     }
+
+
+def assert_right(results: list[list[dict[int, Result]]], calls: Iterable[int]) -> None:
+    """Of both groups of each rank."""
+    for which in (0, 1):
+        how = readings([found[which] for found in results], which + 1)
+        assert how == {call: ["right"] * len(results) for call in calls}, which
 
 
 def assert_same_fate(found: dict[int, list[str]]) -> None:
@@ -182,17 +190,10 @@ def test_groups_of_the_same_ranks_are_told_apart_between_threads(door: str) -> N
                 if found[which][call].error:
                     return
 
-        threads = [threading.Thread(target=work, args=(which,)) for which in (rank, 1 - rank)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(partial(work, rank), partial(work, 1 - rank))
         return found
 
-    results = run(through, world_size, ranks)
-    for which in (0, 1):
-        how = readings([found[which] for found in results], which + 1)
-        assert how == {call: ["right"] * world_size for call in range(1, calls + 1)}, which
+    assert_right(run(through, world_size, ranks), range(1, calls + 1))
 
 
 @pytest.mark.parametrize(
@@ -261,10 +262,7 @@ def test_asynchronous_calls_on_two_groups_need_no_common_order(door: str) -> Non
         work.wait()
         return tensors[member.number, call]
 
-    results = run(through, world_size, ranks)
-    for which in (0, 1):
-        how = readings([found[which] for found in results], which + 1)
-        assert how == {call: ["right"] * world_size for call in (1, 2)}
+    assert_right(run(through, world_size, ranks), (1, 2))
 
 
 # What one rank passes by mistake: an error before anything is sent.
@@ -350,8 +348,7 @@ def test_empty_list_of_one_rank_is_a_call() -> None:
             found.append(
                 attempt(lambda v=values: torch.cat(deterministic_all_reduce_coalesced(v)))  # type: ignore[misc]
             )
-        group = dist.group.WORLD
-        assert group is not None
+        group: Any = dist.group.WORLD
         return [*(one.code for one in found[rank:]), calls_of(group).take("cuda").number]
 
     assert run_ranks(ranks, 2, timeout=300.0) == [["MP703", "MP503", 1], ["MP703", 2]]

@@ -25,7 +25,7 @@ from meshplan.testing.tp import (
     selected_logprobs_reference,
     selected_logprobs_tp_reference,
 )
-from tests.processes import run_ranks
+from tests.processes import common_result, run_ranks
 from tests.tp_inputs import DTYPES, boundary_tokens, logits_of, random_ranges
 
 WORLD = 4
@@ -179,8 +179,7 @@ def check_special_and_masked(rank: int) -> tuple[list[int], list[float]]:
 
 @pytest.mark.processes
 def test_masked_reductions_and_special_logits_match_over_ranks() -> None:
-    results = run_ranks(check_special_and_masked, 3)
-    assert results[0] == results[1] == results[2]
+    common_result(check_special_and_masked, 3)
 
 
 Change = dict[str, object]

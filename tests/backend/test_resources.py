@@ -22,7 +22,7 @@ import torch.distributed as dist
 import meshplan
 from meshplan.backend import BackendOptions
 from meshplan.flatten import registry
-from tests.processes import arrive, open_links, run_ranks, wait_for
+from tests.processes import arrive, open_links, run_in_threads, run_ranks, wait_for
 
 pytestmark = pytest.mark.processes
 IDLE = 4
@@ -216,11 +216,7 @@ def reduce_in_threads(rank: int) -> list[float]:
         gate.wait()
         found.append(reduce(group))
 
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    run_in_threads(run, run)
     return found
 
 

@@ -26,8 +26,8 @@ from meshplan.collectives import Work, _lanes
 from meshplan.collectives._lanes import SideStream, StreamCall
 from meshplan.definition import reduce_leaves
 from meshplan.errors import FallbackRefusedError
-from meshplan.testing import order_sensitive
 from tests import emulated_cuda as emulated
+from tests.inputs import draw_leaves
 from tests.marks import full
 from tests.processes import run_ranks, start_all_reduce
 
@@ -56,7 +56,7 @@ def emulated_group(path: str | None = None, inner: str = "emulated") -> Any:
 
 
 def leaves_of(ranks: int, seed: int = 0, numel: int = NUMEL) -> list[Tensor]:
-    return [order_sensitive(numel, rank=r, world_size=ranks, seed=seed) for r in range(ranks)]
+    return draw_leaves(ranks, numel, seed=seed)
 
 
 def sum_of(leaves: list[Tensor], op: Any = "sum") -> Tensor:
