@@ -123,7 +123,9 @@ def hybrid(mesh: DeviceMesh) -> list[Tensor]:
     model: Any = build()
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh)
-    return train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    # Few norms differ: those of a step decide how much both replicas are clipped.
+    return [train(model, optimizer, mesh) for _ in range(5)][-1]
 
 
 def collectives(mesh: DeviceMesh) -> list[Tensor]:
@@ -193,7 +195,6 @@ def count_differing(recipe: str, rank: int) -> dict[str, Any]:
 )
 def test_replicas_have_equal_bits_where_plain_ones_differ(recipe: str) -> None:
     found = run_ranks(partial(count_differing, recipe), 6, init=False)
-    # HSDP ends with an all-reduce over the replicas, which have the same data here.
-    assert recipe == "HSDP" or max(one["nccl_model"] for one in found) > 0
+    assert max(one["nccl_model"] for one in found) > 0
     assert all(one["meshplan"] == 0 for one in found), found
     assert all(one["native"] == {} for one in found), found
