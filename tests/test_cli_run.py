@@ -221,6 +221,9 @@ meshplan: MP402: /nowhere/run.json: cannot be written: No such file or directory
             assert meshplan("run", "nothing.py") == (2, "", "")
             os.environ["LOCAL_RANK"] = "0"
             assert meshplan("run", "nothing.py")[2]
+            # Its host needs no folder for the files, which rank 0 writes.
+            words = ("--report", "/nowhere/run.json", "--every", "0", __file__)
+            assert "--every" in meshplan("run", *words)[2]
 
 
 BACKENDS = """

@@ -73,8 +73,10 @@ def run(given: argparse.Namespace) -> int:
     os.environ.pop("MESHPLAN_RUN", None)
     try:
         source = None if given.module else _read_script(given.script)
-        for name in filter(None, (given.report, given.html, given.certify)):
-            try_to_open(name)
+        # Rank 0 alone writes them: another host may have no such folder.
+        if os.environ.get("RANK", "0") == "0":
+            for name in filter(None, (given.report, given.html, given.certify)):
+                try_to_open(name)
         chosen = {name: getattr(given, name) for name in _SETTINGS}
         chosen["every"] = read_number(given.every, "--every")
         chosen["keep_leaves"] = read_number(given.keep_leaves, "--keep-leaves", least=0)

@@ -113,7 +113,14 @@ def build(
 
 
 def write_file(path: str, text: str) -> None:
-    """Replace a file at once, so that readers never see a part of it."""
+    """Replace a file at once: readers never see a part of it. A device, pipe or link remains."""
+    # Nothing waits for the reader of a pipe.
+    if os.path.dirname(path) == "/dev" or (os.path.exists(path) and not os.path.isfile(path)):
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        return
+    path = os.path.realpath(path)
     partial = Path(f"{path}.{os.getpid()}.tmp")
     try:
         partial.write_text(text, encoding="utf-8")

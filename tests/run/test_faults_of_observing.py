@@ -170,6 +170,27 @@ def test_file_that_cannot_be_replaced_leaves_no_other(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["run.json"]
 
 
+def test_pipes_and_links_are_written_and_never_replaced(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="No such device"):  # nothing reads
+        write_file(str(pipe), "text")
+    with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), encoding="utf-8") as reader:
+        write_file(str(pipe), "text")
+        assert reader.read() == "text"
+    link.symlink_to(tmp_path / "run.json")
+    write_file(str(link), "text")
+    assert link.is_symlink()
+    assert (tmp_path / "run.json").read_text(encoding="utf-8") == "text"
+    assert pipe.is_fifo()
+    assert len([*tmp_path.iterdir()]) == 3
+    os.write(1, b"of the job, ")  # to a file
+    write_file("/dev/stdout", "text")
+    assert capfd.readouterr().out == "of the job, text"
+
+
 def test_chain_that_has_ended_says_so_in_its_file_and_keeps_nothing(tmp_path: Path) -> None:
     chain, paths = Chain(2), [str(tmp_path / name) for name in ("a", "b")]
     for rank in (0, 1):
