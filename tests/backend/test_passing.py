@@ -288,6 +288,20 @@ def test_calls_are_right_or_an_error_on_every_rank() -> None:
     assert {f"{name} negated torch.float32" for name in ("broadcast", "scatter")} <= usable
 
 
+def combine_one_element(rank: int) -> list[list[int]]:
+    """A contiguous tensor whose stride is not 1, which its bytes do not have."""
+    found = []
+    for rows in (0, 1):
+        column = torch.full((rows, 2), rank + 1, dtype=torch.int32)[:, 0]
+        dist.all_reduce(column, dist.ReduceOp.BOR)
+        found.append(column.tolist())
+    return found
+
+
+def test_bits_of_one_element_of_a_column() -> None:
+    assert run_ranks(combine_one_element, 2, backend="meshplan") == [[[], [3]]] * 2
+
+
 def mix_layouts(rank: int) -> list[str]:
     """Another layout on each rank, and results that are written back by whoever waits."""
     layouts = ("contiguous", "transposed", "strided")
