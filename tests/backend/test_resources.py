@@ -266,6 +266,19 @@ def test_a_group_of_one_rank_stays_as_it_is() -> None:
         assert found == [2.0, 2.0, True, 4.0, 4.0, False]
 
 
+def scatter_inside(rank: int) -> int:
+    group: Any = dist.group.WORLD
+    for _ in range(4):
+        blocks = [torch.full((1000,), rank + i) for i in range(2)]
+        dist.reduce_scatter(torch.empty_like(blocks[0]), blocks, dist.ReduceOp.BXOR)
+    dist.all_reduce(blocks[0], dist.ReduceOp.BXOR)
+    return len(group._calls._works)
+
+
+def test_reductions_of_the_inner_backend_do_not_keep_their_memory() -> None:
+    assert run_ranks(scatter_inside, 2, backend="meshplan") == [1, 1]
+
+
 def connect_stages(rank: int) -> float:
     """Stage 0 has reduced, stage 1 has not, and one rank of each creates a group with the other."""
     stages = [dist.new_group(ranks, backend="meshplan") for ranks in ([0, 1], [2, 3])]
