@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from meshplan.layout import Layout
 from meshplan.planner import nccl_order as order
-from meshplan.planner._hazards import Algorithm
+from meshplan.planner._hazards import ALGORITHMS, Algorithm
 from meshplan.topology.formats.nccl_log import Communicator
 
 
@@ -69,9 +69,14 @@ def _compare(
     orders: dict[Algorithm, tuple[tuple[int, ...], ...]] = {}
     examples: dict[Algorithm, tuple[int, str, str]] = {}
     unread: dict[Algorithm, tuple[int, ...]] = {}
-    algorithms: tuple[Algorithm, ...] = ("ring", "tree")
-    for algorithm in algorithms:
-        forms = [_list_forms(algorithm, group, one, ranks) for group, one in known]
+    labels = [[ranks[process] for process in one.processes] for _, one in known]
+    for algorithm in ALGORITHMS:
+        # By channel, a text that is equal for siblings that add in the same order. They have equal
+        # inputs at equal mesh coordinates, whatever their ranks in NCCL.
+        forms = [
+            _draw_orders(algorithm, one, [*map(group.index, here)], order.canonical)
+            for (group, one), here in zip(known, labels, strict=True)
+        ]
         parts: dict[Hashable, list[int]] = {}
         for position, form in enumerate(forms):
             if form:
@@ -82,26 +87,27 @@ def _compare(
             first, second = (positions[0] for positions in list(parts.values())[:2])
             one, two = forms[first], forms[second]
             channel = next(c for c in sorted({*one, *two}) if one.get(c) != two.get(c))
-            left, right = (_draw(algorithm, known[i], ranks, channel) for i in (first, second))
+            left, right = (
+                _draw_orders(algorithm, known[i][1], labels[i]).get(channel, "no such channel")
+                for i in (first, second)
+            )
             examples[algorithm] = channel, left, right
     members = tuple(tuple(group) for group, _ in known)
     return ObservedSiblings(axes, members, orders, examples, groups - len(known), unread)
 
 
-def _list_forms(
+def _draw_orders(
     algorithm: Algorithm,
-    group: list[int],
     one: Communicator,
-    ranks: dict[str, int],
+    labels: Sequence[int],
+    change: Callable[[order.Tree], order.Tree] = lambda tree: tree,
 ) -> dict[int, str]:
-    """By channel, a text that is equal for siblings that add in the same order."""
-    # Siblings have equal inputs at equal mesh coordinates, whatever their ranks in NCCL.
-    place = [group.index(ranks[process]) for process in one.processes]
+    """By channel, the additions over ``labels`` of the ranks in NCCL; trees after ``change``."""
     if algorithm == "ring":
-        return {c: " ".join(str(place[rank]) for rank in ring) for c, ring in one.rings.items()}
+        return {c: " ".join(str(labels[rank]) for rank in ring) for c, ring in one.rings.items()}
+    trees = {c: _make_tree(down) for c, down in one.children.items()}
     return {
-        c: order.draw(order.canonical(order.relabel(_make_tree(down), place.__getitem__)))
-        for c, down in one.children.items()
+        c: order.draw(change(order.relabel(tree, labels.__getitem__))) for c, tree in trees.items()
     }
 
 
@@ -118,20 +124,3 @@ def _make_tree(children: Sequence[Sequence[int]]) -> order.Tree:
             total = (total, sums.pop(child))
         sums[rank] = total
     return sums[root]
-
-
-def _draw(
-    algorithm: Algorithm,
-    known: tuple[list[int], Communicator],
-    ranks: dict[str, int],
-    channel: int,
-) -> str:
-    _, one = known
-    here = [ranks[process] for process in one.processes]
-    if algorithm == "ring":
-        ring = one.rings.get(channel)
-        return "no such channel" if ring is None else " ".join(str(here[rank]) for rank in ring)
-    down = one.children.get(channel)
-    if down is None:
-        return "no such channel"
-    return order.draw(order.relabel(_make_tree(down), here.__getitem__))
