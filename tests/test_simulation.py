@@ -25,9 +25,9 @@ from meshplan.layout import Layout
 from meshplan.planner import nccl_order, predict_divergence, simulate
 from meshplan.planner._hazards import ALGORITHMS, Algorithm, Siblings
 from meshplan.planner._simulation import (
-    Adder,
     SimulatedStep,
     _round,
+    add_rows,
     count_distinct,
     count_ulps,
     draw_row,
@@ -213,7 +213,6 @@ def test_simulation_matches_the_model_backend(algorithm: Algorithm, op: ReduceOp
     siblings = Siblings(layout, (1,), Topology.of(nodes), sort_ranks=True)
     numel = 300
     pieces = nccl_order.ring_chunks(numel, 7, 2)
-    adder = Adder(layout, (1,), siblings, algorithm, pieces, "bfloat16")
     for group, by_coordinate in enumerate(layout.siblings(1).tolist()):
         rows = [drawn(3, rank, numel, torch.bfloat16) for rank in by_coordinate]
         parts = torch.stack([rows[by_coordinate.index(rank)] for rank in sorted(by_coordinate)])
@@ -226,7 +225,8 @@ def test_simulation_matches_the_model_backend(algorithm: Algorithm, op: ReduceOp
             ring = nccl_order.ring_tree(nccl_order.ring_order(placed), chunk)
             tree = ring if algorithm == "ring" else nccl_order.tree_tree(placed)
             expected[start:stop] = rules.evaluate(tree, parts[:, start:stop].clone())
-        found = adder.add([row.float().numpy() for row in rows], group)
+        summands = [row.float().numpy() for row in rows]
+        found = add_rows(siblings, algorithm, group, summands, pieces, "bfloat16")
         assert torch.equal(torch.from_numpy(found).view(torch.int32), bits(expected.float()))
 
 

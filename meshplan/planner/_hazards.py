@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 
@@ -37,6 +37,8 @@ from meshplan.planner._problem import (
     is_exact,
 )
 from meshplan.topology import Topology
+
+_T = TypeVar("_T")
 
 Verdict = Literal["none", "may differ", "unknown topology"]
 
@@ -338,14 +340,27 @@ class Siblings:
             added[low] += 1
             return low
 
-        order.fold_nodes(
-            self._nodes[pattern],
+        self.fold_tree(int(self._first_group[pattern]), int, join, channel)
+        return pairs.tobytes()
+
+    def fold_tree(
+        self,
+        group: int,
+        leaf: Callable[[int], _T],
+        join: Callable[[_T, _T], _T],
+        channel: int = 0,
+    ) -> _T:
+        """Evaluate the tree of a ``group`` in a ``channel``: ``leaf`` on the place of each rank by
+        mesh coordinate, ``join`` on each pair.
+        """
+        place = self._place_leaf(int(self.pattern[group]))
+        return order.fold_nodes(
+            self._nodes[int(self.pattern[group])],
             channel % self.heads,
             channel >= self.heads,
-            self._place_leaf(pattern),
+            lambda rank: leaf(place(rank)),
             join,
         )
-        return pairs.tobytes()
 
     def _place_leaf(self, pattern: int) -> Callable[[int], int]:
         if self._place is None:

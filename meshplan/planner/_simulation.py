@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -86,11 +87,12 @@ def predict_divergence(
     random = np.random.RandomState()
     rows = [draw_row(0, number, numel, name, random) for number in range(size if pairs else 0)]
     found: dict[Algorithm, float] = {}
+    pieces = spread_elements(numel, size)
+    firsts = {pattern: int((siblings.pattern == pattern).argmax()) for pattern in chosen}
     for algorithm in ALGORITHMS:
-        adder = Adder(layout, reduced, siblings, algorithm, spread_elements(numel, size), name)
         sums = {
-            pattern: adder.add(rows, int((siblings.pattern == pattern).argmax()))
-            for pattern in chosen
+            pattern: add_rows(siblings, algorithm, group, rows, pieces, name)
+            for pattern, group in firsts.items()
         }
         found[algorithm] = max(
             (measure_share(sums[a], sums[b], name) for a, b in pairs), default=0.0
@@ -122,55 +124,30 @@ def spread_elements(numel: int, size: int) -> list[Piece]:
     return [(i * numel // count, (i + 1) * numel // count, i * size // count) for i in range(count)]
 
 
-class Adder:
-    """Adds rows of ``dtype`` in the order of a group of ``siblings``, which are over ``axes``.
-
-    ``pieces`` are the chunks of a ring; a tree ignores them.
+def add_rows(
+    siblings: Siblings,
+    algorithm: Algorithm,
+    group: int,
+    rows: Sequence[Row],
+    pieces: Sequence[Piece],
+    dtype: str,
+) -> Row:
+    """Add ``rows``, by mesh coordinate, in the order of a group. ``pieces`` are the chunks of a
+    ring; a tree ignores them.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        axes: tuple[int, ...],
-        siblings: Siblings,
-        algorithm: Algorithm,
-        pieces: Sequence[Piece],
-        dtype: str,
-    ) -> None:
-        self._groups = layout.siblings(axes)
-        self._siblings = siblings
-        self._algorithm = algorithm
-        self._pieces = pieces
-        self._dtype = dtype
-        self._trees: dict[int, order.Tree] = {}
+    def add(one: Row, other: Row) -> Row:
+        return _round(one + other, dtype)
 
-    def add(self, rows: Sequence[Row], group: int) -> Row:
-        if self._algorithm == "ring":
-            return self._add_along_ring(rows, self._siblings.ring(group))
-        return order.fold(self._find_tree(group), rows.__getitem__, self._sum)
-
-    def _sum(self, one: Row, other: Row) -> Row:
-        return _round(one + other, self._dtype)
-
-    def _add_along_ring(self, rows: Sequence[Row], ring: Sequence[int]) -> Row:
-        # Permute each chunk by its own sequence, so that row j has the j-th summand of every chunk.
-        # Then one addition of whole rows is one hop of all chunks.
-        along = np.stack([rows[place] for place in ring])
-        for start, stop, chunk in self._pieces:
-            sequence = order.ring_sequence(range(len(ring)), chunk)
-            along[:, start:stop] = along[sequence, start:stop]
-        total: Row = along[0]
-        for own in along[1:]:
-            total = self._sum(total, own)
-        return total
-
-    def _find_tree(self, group: int) -> order.Tree:
-        pattern = int(self._siblings.pattern[group])
-        if pattern not in self._trees:
-            places = {rank: place for place, rank in enumerate(self._groups[group].tolist())}
-            tree = self._siblings.tree("tree", group, 0)
-            self._trees[pattern] = order.relabel(tree, places.__getitem__)
-        return self._trees[pattern]
+    if algorithm == "tree":
+        return siblings.fold_tree(group, rows.__getitem__, add)
+    # Permute each chunk by its own sequence, so that row j has the j-th summand of every chunk.
+    # Then one addition of whole rows is one hop of all chunks.
+    along = np.stack([rows[place] for place in siblings.ring(group)])
+    for start, stop, chunk in pieces:
+        sequence = order.ring_sequence(range(len(along)), chunk)
+        along[:, start:stop] = along[sequence, start:stop]
+    return reduce(add, along)
 
 
 def count_distinct(rows: Sequence[Row], dtype: str) -> int:
@@ -347,7 +324,6 @@ class _Stage:
     """One step. Sums are numbered, as the rows that they add."""
 
     summary: SimulatedStep
-    axes: tuple[int, ...]
     siblings: Siblings
     # Numbers of the rows that each sum adds by mesh coordinate, int64 [sums, group size].
     inputs: Integers
@@ -397,7 +373,7 @@ class _Stages:
         )
         factor = 1 / averaged if averaged > 1 else None
         groups = tuple(first.tolist())
-        self.stages.append(_Stage(summary, axes, siblings, rows[first], groups, factor))
+        self.stages.append(_Stage(summary, siblings, rows[first], groups, factor))
         shared = [1 if i in axes else size for i, size in enumerate(sizes)]
         self.held = np.broadcast_to(number.reshape(shared), sizes)
 
@@ -433,14 +409,6 @@ class _Stages:
 
         for step, stage in enumerate(self.stages):
             pieces = order.ring_chunks(numel, stage.siblings.size, itemsize(self.dtype))
-            adder = Adder(
-                self.layout,
-                stage.axes,
-                stage.siblings,
-                self.algorithm,
-                pieces,
-                self.dtype,
-            )
             found: dict[int, Row] = {}
             inputs, last = list[Row](), list[int]()
             # In the order of their inputs, so that inputs are drawn once.
@@ -450,7 +418,14 @@ class _Stages:
                     inputs, last = [find_row(one, step) for one in numbers], numbers
                     if stage.factor is not None:
                         inputs = [scale(one, stage.factor, self.dtype) for one in inputs]
-                found[number] = adder.add(inputs, stage.groups[number])
+                found[number] = add_rows(
+                    stage.siblings,
+                    self.algorithm,
+                    stage.groups[number],
+                    inputs,
+                    pieces,
+                    self.dtype,
+                )
             rows = [found[number] for number in range(len(found))]
         return rows
 
