@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from array import array
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import Literal, TypeAlias, TypeVar, get_args
@@ -205,10 +205,10 @@ class Siblings:
         self._labels = labels[first]
         self._place = None if place is None else place[first]
         self._most_channels = channels
-        self._forms: dict[tuple[Algorithm, int, int], bytes] = {}
+        self._find_form = lru_cache(maxsize=_MAX_FORMS)(self._make_form)
         # The texts are examples of several hazards.
         self.draw = lru_cache(maxsize=_MAX_DRAWN)(self._draw)
-        self._tables: dict[tuple[Algorithm, tuple[int, ...]], Integers] = {}
+        self._number = cache(self._number_orders)
 
     @property
     def size(self) -> int:
@@ -249,13 +249,10 @@ class Siblings:
         """
         patterns = self.pattern[groups]
         present = tuple(np.flatnonzero(np.bincount(patterns.ravel())).tolist())
-        table = self._tables.get((algorithm, present))
-        if table is None:
-            table = self._tables[algorithm, present] = self._number(algorithm, present)
-        numbers: Integers = table[patterns]
+        numbers: Integers = self._number(algorithm, present)[patterns]
         return numbers
 
-    def _number(self, algorithm: Algorithm, patterns: Sequence[int]) -> Integers:
+    def _number_orders(self, algorithm: Algorithm, patterns: tuple[int, ...]) -> Integers:
         """For each pattern the number of its order; 0 for those not among ``patterns``."""
         matching = [list(patterns)]
         # Most patterns already differ in the first channel. Only the others need the next one.
@@ -306,28 +303,21 @@ class Siblings:
         """Parts of ``patterns`` that add in one order in a channel."""
         if len(patterns) == 1 or self.size <= 2:  # a sum of two commutes
             return [patterns]
-        parts: dict[Hashable, list[int]] = {}
+        parts: dict[bytes, list[int]] = {}
         for pattern in patterns:
             parts.setdefault(self._find_form(algorithm, channel, pattern), []).append(pattern)
         return list(parts.values())
 
-    def _find_form(self, algorithm: Algorithm, channel: int, pattern: int) -> Hashable:
-        """The `_make_form` of a pattern, by its digest, as forms are as long as a group."""
-        key = (algorithm, channel, pattern)
-        if key not in self._forms:
-            if len(self._forms) >= _MAX_FORMS:
-                self._forms.clear()
-            self._forms[key] = hashlib.sha256(self._make_form(*key)).digest()
-        return self._forms[key]
-
     def _make_form(self, algorithm: Algorithm, channel: int, pattern: int) -> bytes:
+        """A digest of the order in a channel, as the order itself is as long as a group."""
         if algorithm == "ring":
             # The ring itself is the canonical form. Chunk c adds the chain x[c+1], x[c+2], ...,
             # x[c] along the ring x. Commuting additions can swap only the first two leaves of a
             # chain: each later leaf is the difference of two partial sums. With 3 or more ranks,
             # x[c] is such a later leaf in chunk c. So two rings that agree in all chunks have the
             # same x[c] for every c, hence are equal; and equal rings agree in every chunk.
-            return np.array(self.ring(int(self._first_group[pattern]), channel)).tobytes()
+            ring = np.array(self.ring(int(self._first_group[pattern]), channel))
+            return hashlib.sha256(ring.tobytes()).digest()
         # A sum is known by its lowest leaf. Each other leaf is the lowest of a sum that is once
         # added to one with a lower leaf. That leaf, and the number of sums before, determine all
         # pairs.
@@ -341,7 +331,7 @@ class Siblings:
             return low
 
         self.fold_tree(int(self._first_group[pattern]), int, join, channel)
-        return pairs.tobytes()
+        return hashlib.sha256(pairs.tobytes()).digest()
 
     def fold_tree(
         self,
