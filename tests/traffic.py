@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshplan.execute._gloo import Channel
 from meshplan.execute._provenance import CollectiveLog
-from meshplan.planner import Halving
+from meshplan.planner import Halving, HalvingMessage
 
 _COUNTED = CommDebugMode().comm_registry | c10d_collective_ops
 
@@ -152,9 +152,13 @@ def count_halving(
     the gather."""
     width = {"": 0, "leaf": leaf, "partial": partial}
     messages = total = 0
+
+    def count(message: HalvingMessage) -> int:
+        return elements * message.stop // plan.parts - elements * message.start // plan.parts
+
     for one in plan.rounds:
         backs = () if scatter else one.receives
-        total += sum((width[m.sum] + width[m.tail]) * plan.elements(m, elements) for m in one.sends)
-        total += sum(leaf * plan.elements(back, elements) for back in backs)
+        total += sum((width[m.sum] + width[m.tail]) * count(m) for m in one.sends)
+        total += sum(leaf * count(back) for back in backs)
         messages += len(one.sends) + len(backs)
     return HalvingTraffic(messages, total)

@@ -84,10 +84,6 @@ class Halving(NamedTuple):
             for one in reversed(self.rounds)
         )
 
-    def elements(self, message: HalvingMessage, elements: int) -> int:
-        """Elements of a ``message``'s interval, of a summand of so many."""
-        return elements * message.stop // self.parts - elements * message.start // self.parts
-
 
 @lru_cache(maxsize=4096)
 def halving_schedule(shape: tuple[int, ...], position: int) -> Halving:

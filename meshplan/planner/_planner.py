@@ -75,9 +75,16 @@ def _plan_ordered(problem: Problem, changed: Sequence[int], axes: tuple[int, ...
     rest = tuple(_list_other_moves(problem, changed))
     candidates = tuple(Candidate((*_make_steps(problem, one), *rest), one.cost) for one in found)
     steps = candidates[0].steps
+    layout = problem.layout
     for step in steps:
-        if step.kind == "torch" and step.src is not None and step.src.kind == "shard":
-            check_ascending(problem, step.axes[0])
+        axis = step.axes[0]
+        gathers = step.kind == "torch" and step.src is not None and step.src.kind == "shard"
+        if gathers and layout.sizes[axis] > 1 and not layout.ascends(axis):
+            raise ShardOrderError(
+                f"{problem} moves shards along axis {layout.axes[axis]}, whose ranks do not "
+                "ascend: torch would put them in the order of sorted ranks, not of mesh "
+                "coordinates; make a mesh whose ranks ascend along each axis"
+            )
     return Plan(
         problem=problem,
         steps=steps,
@@ -239,12 +246,8 @@ def _find_operation(problem: Problem, axes: Sequence[int]) -> tuple[Op, int | No
     if averaged > 1:
         return "avg", averaged
     # An average over axes of size 1 is a sum, and so is the sum of powers of a norm.
-    ops: dict[str | None, Op] = {
-        **{op: op for op in OPS},
-        "avg": "sum",
-        None: "sum",
-    }
-    return ops[problem.src[axes[0]].op], None
+    ops = (op for op in OPS if op != "avg" and op == problem.src[axes[0]].op)
+    return next(ops, "sum"), None
 
 
 def _slice(problem: Problem, axis: int, dst: Spec) -> Step:
@@ -286,19 +289,6 @@ def _explain_fall_through(problem: Problem, src: Spec, size: int) -> str:
     if src.kind in ("norm", "opaque"):
         return f"{src.text} has its own arithmetic"
     return "no reduction"
-
-
-def check_ascending(problem: Problem, axis: int) -> None:
-    """Refuse a gather of shards by torch along an axis whose ranks do not ascend:
-    ``ShardOrderError`` has the axis and a remedy.
-    """
-    layout = problem.layout
-    if layout.sizes[axis] > 1 and not layout.ascends(axis):
-        raise ShardOrderError(
-            f"{problem} moves shards along axis {layout.axes[axis]}, whose ranks do not ascend: "
-            "torch would put them in the order of sorted ranks, not of mesh coordinates; make a "
-            "mesh whose ranks ascend along each axis"
-        )
 
 
 def find_uncovered_reductions(plan: Plan) -> tuple[Step, ...]:

@@ -187,11 +187,7 @@ def tree_tree(
 
 def node_tree(nodes: Sequence[Sequence[int]], head: int, *, second: bool) -> Tree:
     """`tree_tree` of the group ranks of every node, as of `nodes_of_group`."""
-    return fold_nodes(nodes, head, second, _leaf, _join)
-
-
-def _leaf(rank: int) -> Tree:
-    return rank
+    return fold_nodes(nodes, head, second, int, _join)
 
 
 def _join(left: Tree, right: Tree) -> Tree:
