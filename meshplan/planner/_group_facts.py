@@ -36,7 +36,6 @@ class GroupFacts:
         # Caches of this object: a cache of the class would keep layouts alive.
         self.peers = lru_cache(maxsize=None)(self._count_peers)
         self.nodes = lru_cache(maxsize=None)(self._count_nodes)
-        self.near = lru_cache(maxsize=None)(self._find_near)
         self.runs = lru_cache(maxsize=None)(self._find_runs)
         self.blocks = lru_cache(maxsize=None)(self._find_blocks)
 
@@ -45,24 +44,6 @@ class GroupFacts:
             return self.count_ranks(axes)
         ordered = np.sort(self._nodes[self._find_members(axes, 1, False)], axis=1)
         return 1 + int((ordered[:, 1:] != ordered[:, :-1]).sum(axis=1).max())
-
-    def _find_near(self, axes: tuple[int, ...]) -> tuple[int, int]:
-        """The largest blocks of consecutive ranks in one domain, and on one node, that are subtrees
-        of the contract's tree; 1 for none."""
-        if self._nodes is None:
-            return 1, 1
-        group = self._find_members(axes, 1, False)
-        subtrees = (
-            *_list_subtrees([self.layout.sizes[i] for i in axes]),
-            group.shape[1],
-        )
-
-        def largest(places: Integers) -> int:
-            step = math.gcd(group.shape[1], _find_run(places[group]))
-            return max((block for block in subtrees if step % block == 0), default=1)
-
-        node = largest(self._nodes)
-        return 1 if self._domains is None else min(largest(self._domains), node), node
 
     def _find_runs(self, axes: tuple[int, ...]) -> tuple[int, int]:
         if self._nodes is None:
@@ -76,16 +57,18 @@ class GroupFacts:
         first. Empty if the group is on one node, or nodes are unknown.
         """
         # A block is a subtree of the contract's tree, smaller than the group and inside a node or a
-        # domain.
-        domain, node = self.near(axes)
-        if node == self.count_ranks(axes):
+        # domain: the largest for each.
+        ranks = self.count_ranks(axes)
+        subtrees = (1, *_list_subtrees([self.layout.sizes[i] for i in axes]), ranks)
+        steps = [math.gcd(ranks, run) for run in self.runs(axes)]
+        domain, node = (max(one for one in subtrees if step % one == 0) for step in steps)
+        if node == ranks:
             return ()
-        return tuple(sorted({domain, node} - {1}, reverse=True))
+        return tuple(sorted({min(domain, node), node} - {1}, reverse=True))
 
     def find_reach(self, strategy: ReductionStrategy) -> Reach:
         """How far apart the ranks are that reduce by ``strategy``."""
-        axes, inner, sharded = strategy.axes, strategy.inner, strategy.sharded
-        rest = tuple(i for i in axes if i not in sharded) if sharded else ()
+        axes, inner, rest = strategy.axes, strategy.inner, strategy.rest
         return Reach(
             links=self.links,
             sizes=tuple(self.layout.sizes[i] for i in axes),
@@ -94,16 +77,16 @@ class GroupFacts:
             inside=self.peers(axes, inner) if inner > 1 else None,
             across=self.peers(axes, inner, across=True) if inner > 1 else None,
             rest=self.peers(rest) if rest else None,
-            scatter=bool(sharded),
+            scatter=bool(strategy.sharded),
         )
 
     def list_missing(self, strategy: ReductionStrategy) -> tuple[str, ...]:
-        axes, inner, sharded = strategy.axes, strategy.inner, strategy.sharded
+        axes, inner = strategy.axes, strategy.inner
         found = self.find_missing(axes, inner)
         if inner > 1:
             found += self.find_missing(axes, inner, across=True)
-        rest = tuple(i for i in axes if i not in sharded) if sharded else ()
-        return tuple(dict.fromkeys(found + (self.find_missing(rest) if rest else ())))
+        found += self.find_missing(strategy.rest) if strategy.rest else ()
+        return tuple(dict.fromkeys(found))
 
     def _count_peers(
         self, axes: tuple[int, ...], inner: int = 1, *, across: bool = False
@@ -206,8 +189,4 @@ def _find_run(rows: Integers) -> int:
     """The most columns of a block for which each row is constant in every block, of which the last
     may be smaller; the width if nothing changes."""
     changes = (rows[:, 1:] != rows[:, :-1]).any(axis=0).nonzero()[0] + 1
-    step = int(changes[0]) if len(changes) else rows.shape[1]
-    while len(changes):
-        step = math.gcd(step, int(changes[0]))
-        changes = changes[changes % step != 0]
-    return step
+    return int(np.gcd.reduce(changes)) or rows.shape[1]

@@ -45,6 +45,9 @@ from meshplan.topology import Link, Links
 # Times are whole nanoseconds, so that all ranks compare identical numbers.
 
 
+LinkName = Literal["domain", "node", "network"]
+
+
 @dataclass(frozen=True, slots=True)
 class PeerCounts:
     """The peers in a group by class of link, for the rank with the fewest peers nearby."""
@@ -69,7 +72,7 @@ class Cost:
     @classmethod
     def total(cls, parts: Sequence[Cost]) -> Cost:
         """The cost of steps that run sequentially: the largest peak, and the sum of the rest."""
-        fields = ("nanoseconds", "collectives", "domain", "node", "network")
+        fields = ("nanoseconds", "collectives", *get_args(LinkName))
         return cls(
             **{name: sum(getattr(part, name) for part in parts) for name in fields},
             peak=max((part.peak for part in parts), default=0),
@@ -87,20 +90,12 @@ class Cost:
 
 def predict_collective(links: Links, peers: PeerCounts, piece: int) -> Cost:
     """A collective that sends each of ``peers`` a piece of so many bytes."""
-    seconds = links.launch
-    for link, count in (
-        (links.domain, peers.domain),
-        (links.node, peers.node),
-        (links.network, peers.network),
-    ):
+    seconds, sent = links.launch, dict[str, Any]()
+    for name in get_args(LinkName):
+        link, count = getattr(links, name), getattr(peers, name)
         seconds += count * (link.latency + piece / link.bandwidth)
-    return Cost(
-        nanoseconds=round(seconds * 1e9),
-        collectives=1,
-        domain=peers.domain * piece,
-        node=peers.node * piece,
-        network=peers.network * piece,
-    )
+        sent[name] = count * piece
+    return Cost(round(seconds * 1e9), 1, **sent)
 
 
 # The chunks of a hierarchical reduction, so that its levels overlap.
@@ -109,8 +104,6 @@ def predict_collective(links: Links, peers: PeerCounts, piece: int) -> Cost:
 # / C of the time inside blocks, and each adds one start of the messages between them. The sum is
 # smallest for C = sqrt(time inside / cost of a start), whatever the time between blocks is. Shorter
 # chunks at both ends hide a part of the rest.
-
-LinkName = Literal["domain", "node", "network"]
 
 # On a CPU a chunk costs process time too, which the links do not show: small tensors have one.
 MIN_UNIT = 1 << 20
@@ -336,6 +329,11 @@ class ReductionStrategy:
     inner: int = 1
     between: Between = "exchange"
 
+    @property
+    def rest(self) -> tuple[int, ...]:
+        """The axes over which finished shards are gathered."""
+        return tuple(i for i in self.axes if i not in self.sharded) if self.sharded else ()
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedReduction:
@@ -422,15 +420,13 @@ def _predict_stages(links: Links, chunks: Sequence[Sequence[Stage]]) -> Cost:
         for counts, messages in zip(sent, one.sends, strict=True):
             for link, nbytes in messages:
                 counts[link] += nbytes
-    most = max(sent, key=Counter.total, default=Counter[str]())
+    most, total = max(sent, key=Counter.total, default=Counter[str]()), Cost.total(once)
     batches = len(chunks) - 1 + len(rounds) // len(chunks) if rounds else 0
     return Cost(
         nanoseconds=round(predict_turns(links, chunks) * 1e9) if stages else 0,
         # The rounds of chunks that are under way together are one batch.
         collectives=len(once) + batches,
-        domain=sum(one.domain for one in once) + most["domain"],
-        node=sum(one.node for one in once) + most["node"],
-        network=sum(one.network for one in once) + most["network"],
+        **{name: getattr(total, name) + most[name] for name in get_args(LinkName)},
     )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from meshplan.contract import Contract, Op
 from meshplan.layout import Layout
-from meshplan.planner._path_costs import Between, Cost, Reach, split_sizes
+from meshplan.planner._path_costs import Between, Cost, LinkName, Reach, split_sizes
 from meshplan.planner._problem import Problem, Spec
 
 MAX_CANDIDATES = 6
@@ -250,7 +250,7 @@ def _describe_size(problem: Problem) -> str:
 
 
 def _format_cost(cost: Cost) -> str:
-    sent = [(name, getattr(cost, name)) for name in ("domain", "node", "network")]
+    sent = [(name, getattr(cost, name)) for name in get_args(LinkName)]
     links = [f"{format_bytes(count)} {name}" for name, count in sent if count]
     out = (
         f" ({', '.join(links)})" if len(links) > 1 else "".join(f" {n.split()[-1]}" for n in links)
