@@ -607,11 +607,10 @@ def predict_backend(
     axes = check_steps(problem, steps)
     chosen = list[tuple[Cost, Algorithm]]()
     for step in axes:
-        group = _WorstGroup(groups, step)
         found = (
-            (_COSTS[name](group, size, one), name)
+            (_predict_all_reduce(groups, step, name, size, one), name)
             for name in tried
-            for one in (calibration.protocols(name) if calibration else [group.plain])
+            for one in (calibration.protocols(name) if calibration else [None])
         )
         chosen.append(min(found, key=lambda each: each[0].nanoseconds))
     labels = problem.layout.axes
@@ -631,49 +630,37 @@ def _check(problem: Problem) -> None:
             )
 
 
-def _predict_ring(group: _WorstGroup, size: int, protocol: Protocol) -> Cost:
-    hops = 2 * (group.ranks - 1)
-    between = min(2 * group.nodes, hops) if group.nodes > 1 else 0
-    latency = (hops - between) * protocol.near + between * protocol.far
-    moved = hops * -(-size // group.ranks)
-    return group.cost(protocol, latency, moved, moved)
-
-
-def _predict_tree(group: _WorstGroup, size: int, protocol: Protocol) -> Cost:
-    depth = group.ranks // group.nodes - 1
-    latency = 2 * (depth * protocol.near + (group.nodes.bit_length() - 1) * protocol.far)
-    return group.cost(protocol, latency, 2 * size, size if group.nodes == 2 else 2 * size)
-
-
-_COSTS = {"ring": _predict_ring, "tree": _predict_tree}
-
-
-class _WorstGroup:
-    """The links of the slowest group, the bus in bytes per s."""
-
-    def __init__(self, groups: GroupFacts, axes: tuple[int, ...]) -> None:
-        links, peers = groups.links, groups.peers(axes)
-        self._links = links
-        self.ranks = 1 + peers.domain + peers.node + peers.network
-        self.nodes = groups.nodes(axes)
-        self.on_node = 1 + peers.domain + peers.node
-        self.by_domain = peers.node == 0
-        # A rank that is alone on its node limits the bus, although others may share a node.
-        inside = links.domain if self.by_domain else links.node
-        self.plain = Protocol(links.launch, inside.latency, links.network.latency, 1.0)
-        self.bus = inside.bandwidth
-
-    def cost(self, protocol: Protocol, latency: float, moved: int, between: int) -> Cost:
-        """Of ``moved`` bytes through every rank; ``between`` bytes through one go to other nodes,
-        over the adapters of all ranks of the node.
-        """
-        network = -(-between // self.on_node) if self.nodes > 1 else 0
-        inside = moved if self.on_node > 1 else 0
-        seconds = max(inside / self.bus, network / self._links.network.bandwidth)
-        return Cost(
-            nanoseconds=round((protocol.launch + latency + seconds / protocol.share) * 1e9),
-            collectives=1,
-            domain=inside if self.by_domain else 0,
-            node=0 if self.by_domain else inside,
-            network=network,
-        )
+def _predict_all_reduce(
+    groups: GroupFacts,
+    axes: tuple[int, ...],
+    algorithm: Algorithm,
+    size: int,
+    protocol: Protocol | None,
+) -> Cost:
+    """Of ``size`` bytes in the slowest group; without a protocol, with the latencies of links."""
+    links, peers, nodes = groups.links, groups.peers(axes), groups.nodes(axes)
+    on_node = 1 + peers.domain + peers.node
+    ranks = on_node + peers.network
+    # A rank that is alone on its node limits the bus, although others may share a node.
+    inside = links.node if peers.node else links.domain
+    one = protocol or Protocol(links.launch, inside.latency, links.network.latency, 1.0)
+    # Hops, and bytes through every rank and through one to other nodes.
+    if algorithm == "ring":
+        hops = 2 * (ranks - 1)
+        far = min(2 * nodes, hops) if nodes > 1 else 0
+        near = hops - far
+        moved = between = hops * -(-size // ranks)
+    else:
+        near, far = 2 * (ranks // nodes - 1), 2 * (nodes.bit_length() - 1)
+        moved, between = 2 * size, size if nodes == 2 else 2 * size
+    # The latter use the adapters of all ranks of the node.
+    network = -(-between // on_node) if nodes > 1 else 0
+    moved = moved if on_node > 1 else 0
+    seconds = max(moved / inside.bandwidth, network / links.network.bandwidth) / one.share
+    return Cost(
+        nanoseconds=round((one.launch + (near * one.near + far * one.far) + seconds) * 1e9),
+        collectives=1,
+        domain=0 if peers.node else moved,
+        node=moved if peers.node else 0,
+        network=network,
+    )
