@@ -470,13 +470,11 @@ def hazards(
             step, omits a partial axis, or mixes operations that cannot be reduced together.
         AxisNameError: ``steps`` names an axis that the mesh does not have.
     """
-    check_reach(topology, problem.layout)
-    sequence = choose_default_steps(problem) if steps is None else check_steps(problem, steps)
     if siblings_over is None:
         siblings_over = cache_siblings(
             problem.layout, topology, sort_ranks=sort_ranks, channels=channels
         )
-    return _Analysis(problem, topology, siblings_over).run(sequence, with_examples)
+    return _Analysis(problem, topology, steps, siblings_over).run(with_examples)
 
 
 def are_uniform(
@@ -490,13 +488,8 @@ def are_uniform(
     """
     # Stricter than `hazards`: it does not rely on different placements that add in the same order.
     # Faster, because it computes no orders.
-    check_reach(topology, problem.layout)
-    if not topology.known:
-        return False
-    sequence = choose_default_steps(problem) if steps is None else check_steps(problem, steps)
-    return _Analysis(problem, topology, cache_siblings(problem.layout, topology)).is_uniform(
-        sequence
-    )
+    siblings_over = cache_siblings(problem.layout, topology)
+    return _Analysis(problem, topology, steps, siblings_over).is_uniform()
 
 
 class _Analysis:
@@ -504,38 +497,38 @@ class _Analysis:
         self,
         problem: Problem,
         topology: Topology,
+        steps: Sequence[Sequence[int | str]] | None,
         siblings_over: Callable[[tuple[int, ...]], Siblings],
     ) -> None:
+        check_reach(topology, problem.layout)
+        self.steps = choose_default_steps(problem) if steps is None else check_steps(problem, steps)
         self.problem = problem
         self.layout = problem.layout
         self.topology = topology
         self.replicated = {i for i, s in enumerate(problem.src) if s.kind == "replicate"}
         self._siblings_over = siblings_over
 
-    def run(self, steps: Sequence[tuple[int, ...]], with_examples: bool) -> tuple[Hazard, ...]:
-        judged = (self._judge(axes, held) for axes, held in self._iterate_reductions(steps))
+    def run(self, with_examples: bool) -> tuple[Hazard, ...]:
+        judged = (self._judge(axes, held) for axes, held in self._iterate_reductions())
         found = [hazard for hazard in judged if hazard is not None]
         if not with_examples or all(hazard.verdict == "none" for hazard in found):
             return tuple(found)
-        fixes = self._suggest_fixes(steps)
+        fixes = self._suggest_fixes()
         return tuple(self._explain(h, fixes) for h in found)
 
-    def is_uniform(self, steps: Sequence[tuple[int, ...]]) -> bool:
-        for axes, held in self._iterate_reductions(steps):
+    def is_uniform(self) -> bool:
+        if not self.topology.known:
+            return False
+        for axes, held in self._iterate_reductions():
             along = self._find_axes_at_risk(axes, held)
-            if along:
-                siblings = self._siblings_over(axes)
-                patterns = siblings.pattern[siblings.sets(along)]
-                if not bool((patterns == patterns[:, :1]).all()):
-                    return False
+            if along and len(_find_mixed_sets(self._siblings_over(axes), along)):
+                return False
         return True
 
-    def _iterate_reductions(
-        self, steps: Sequence[tuple[int, ...]]
-    ) -> Iterator[tuple[tuple[int, ...], set[int]]]:
+    def _iterate_reductions(self) -> Iterator[tuple[tuple[int, ...], set[int]]]:
         """The steps that reduce, and the axes along which ranks hold equal values before them."""
         held = set(self.replicated)
-        for axes in steps:
+        for axes in self.steps:
             if not self._is_gather(axes):
                 yield axes, held
             held = held.union(axes)
@@ -596,8 +589,8 @@ class _Analysis:
     def _is_gather(self, axes: tuple[int, ...]) -> bool:
         return self.problem.src[axes[0]].kind in SHARDED
 
-    def _suggest_fixes(self, steps: Sequence[tuple[int, ...]]) -> tuple[str, ...]:
-        src = self.problem.src
+    def _suggest_fixes(self) -> tuple[str, ...]:
+        src, steps = self.problem.src, self.steps
         reductions = [axes for axes in steps if not self._is_gather(axes)]
         gathers = [axes for axes in steps if self._is_gather(axes)]
         flat = tuple(sorted(i for axes in reductions for i in axes))
