@@ -135,7 +135,7 @@ line 20: topology nothing
 def test_ambiguous_files_leave_placement_unknown(text: str) -> None:
     assert recognises(text)
     found = read(text)
-    assert (found.domains, found.nodes, found.links) == (None, None, ())
+    assert (found.domains, found.nodes) == (None, None)
     assert read(text.replace("\n", "\r\n")) == found
 
 
@@ -305,25 +305,14 @@ def test_invalid_environments_are_refused(environ: dict[str, str]) -> None:
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_unsupported_rank_orders_are_refused() -> None:
-    with pytest.raises(TopologyInputError):
-        assign_nodes(2, [1], "block")
-    with pytest.raises(TopologyInputError):
-        assign_nodes(1, [-1], "block")
-
-
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 12))
 def test_every_rank_is_assigned(per_node: list[int], size: int) -> None:
     for order in ("block", "cyclic", f"plane={size}"):
-        found = assign_nodes(len(per_node), per_node, order)
+        found = assign_nodes(per_node, order)
         assert found is not None
         assert [found.count(node) for node in range(len(per_node))] == per_node
-    assert assign_nodes(len(per_node), per_node, "plane=1") == assign_nodes(
-        len(per_node), per_node, "cyclic"
-    )
-    assert assign_nodes(len(per_node), per_node, "plane=9") == assign_nodes(
-        len(per_node), per_node, "block"
-    )
+    assert assign_nodes(per_node, "plane=1") == assign_nodes(per_node, "cyclic")
+    assert assign_nodes(per_node, "plane=9") == assign_nodes(per_node, "block")
 
 
 @given(st.dictionaries(

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshplan._message_text import find_near
+from meshplan._message_text import find_near, shorten
 from meshplan.errors import PolicyError
 
 COLLECTIVES = (
@@ -37,14 +37,7 @@ _POSSIBLE: Mapping[str, Sequence[str]] = {
     "Reduce": ("Ring",),
     "AllGather": REDUCE_SCATTER,
     "ReduceScatter": REDUCE_SCATTER,
-    "AllReduce": (
-        "Tree",
-        "Ring",
-        "CollNetDirect",
-        "CollNetChain",
-        "NVLS",
-        "NVLSTree",
-    ),
+    "AllReduce": ALGORITHMS[:-1],
 }
 _ALL_PROTOCOLS = ("Tree", "Ring")
 
@@ -115,5 +108,4 @@ def _find_element(name: str, elements: Sequence[str], what: str) -> str:
 
 
 def _shorten(text: str) -> str:
-    shown = " ".join(text.split()) or " "
-    return shown if len(shown) <= 40 else shown[:37] + "..."
+    return shorten(" ".join(text.split()) or " ", 40)

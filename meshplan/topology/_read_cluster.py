@@ -124,7 +124,7 @@ def is_rank_order(text: str) -> bool:
 
 
 def assign_in_order(per_host: Sequence[int], order: str) -> tuple[int, ...]:
-    hosts = assign_nodes(len(per_host), per_host, order) if is_rank_order(order) else None
+    hosts = assign_nodes(per_host, order) if is_rank_order(order) else None
     if hosts is None:
         raise TopologyError(
             f"no rank order {order[:60]!r}; pass block, cyclic, plane=N, or the name of a file "

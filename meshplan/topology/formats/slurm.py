@@ -302,7 +302,7 @@ def read_nodes(environ: Mapping[str, str], default: str = "block") -> tuple[int,
             f"SLURM_NTASKS={total} and SLURM_TASKS_PER_NODE={tasks[:40]}, which is "
             f"{sum(per_node)} tasks; use both from one job step"
         )
-    return assign_nodes(nodes, per_node, order)
+    return assign_nodes(per_node, order)
 
 
 def _parse_counts(text: str) -> list[int]:
@@ -325,10 +325,8 @@ def _parse_counts(text: str) -> list[int]:
     return counts
 
 
-def assign_nodes(nodes: int, per_node: Sequence[int], order: str) -> tuple[int, ...] | None:
+def assign_nodes(per_node: Sequence[int], order: str) -> tuple[int, ...] | None:
     """Node of each rank if node i has ``per_node[i]`` of them; ``None`` for an unknown order."""
-    if len(per_node) != nodes or any(count < 0 for count in per_node):
-        raise TopologyInputError(f"expected the ranks of {nodes} nodes, got {len(per_node)}")
     # The further parts are about sockets and cores and change no node, except for Pack.
     words = re.split("[:,]", order.strip().lower())
     if "pack" in words:
