@@ -61,8 +61,6 @@ def format_reading(reading: Reading) -> str:
         f"domains {reading.domains}",
         f"nodes {reading.nodes}",
     ]
-    if reading.links:
-        lines.append(f"links {reading.links}")
     return "\n".join([*lines, *map(str, reading.notes)])
 
 
@@ -89,8 +87,7 @@ nodes ((0, 1, 2),)""",
             """\
 NCCL topology XML, complete
 domains ((0, 3), (1, 2))
-nodes None
-links ((0, 3, 1), (1, 2, 1))""",
+nodes None""",
         )
 
     def test_degraded_gpu_of_a_clique_is_reported(self) -> None:
@@ -158,7 +155,6 @@ line 8: MP202: 1 more PCI devices look like GPUs and have no <gpu>""",
 NCCL topology XML, not complete
 domains ((0, 1), (2,), (3,))
 nodes None
-links ((0, 1, 2),)
 line 1: version '9' is not known; read as 1
 line 4: MP201: GPUs have different numbers of links: 0 on GPU 2-3; 2 on GPU 0; 4 on GPU 1
 line 4: MP201: GPU 0 lists 2 links to GPU 1, which lists 1 back; 2 are assumed

@@ -47,8 +47,6 @@ class Reading:
     names: tuple[str, ...] = ()
     # Name of each block of hosts that NVLink may join, and its hosts as a list of Slurm.
     blocks: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    # Links between two GPUs, (lower index, higher index, count); empty if unknown.
-    links: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
     # Whether indices are GPUs of one ``host`` (or of one clique of hosts), ``ranks`` of a
     # job, or GPUs of all the hosts of a ``cluster``, host after host.
     scope: Literal["host", "ranks", "cluster"] = "host"

@@ -112,8 +112,6 @@ def parse_numbers(elements: Iterable[Element], name: str) -> list[int] | None:
     return known if len(set(known)) == len(found) else None
 
 
-Pairs = dict[tuple[int, int], tuple[int, int]]
-
 KIND = "NCCL topology XML"
 """``Reading.kind`` of this format."""
 
@@ -147,16 +145,14 @@ def read(text: str) -> Reading:
     notes = list(system.list_notes(root))
     known = bool(system.gpus) and not system.unknown
     domains = system.find_domains() if known else None
-    pairs = system.count_pairs() if known else {}
     if known:
-        notes += system.list_degraded(pairs)
+        notes += system.list_degraded()
     return Reading(
         kind=KIND,
         domains=domains,
         nodes=system.find_nodes(domains),
         complete=known and not (system.strangers or system.bare or system.selves),
         notes=tuple(sorted(notes, key=lambda note: note.line or 0)),
-        links=tuple(sorted((*pair, max(counts)) for pair, counts in pairs.items())),
     )
 
 
@@ -281,17 +277,6 @@ class _System:
         joined += [(group[0], other) for group in domains or () for other in group]
         return find_components([gpu.index for gpu in self.gpus], joined)
 
-    def count_pairs(self) -> Pairs:
-        """Number of links that two GPUs list to each other: the lower one, and the higher one."""
-        counts = {
-            (gpu.index, self.at[end].index): count
-            for gpu in self.gpus
-            for end, count in gpu.to.items()
-            if end in self.at
-        }
-        pairs = {(min(pair), max(pair)) for pair in counts}
-        return {pair: (counts.get(pair, 0), counts.get(pair[::-1], 0)) for pair in pairs}
-
     def list_notes(self, root: Element) -> Iterator[Note]:
         if (version := root.attributes.get("version", "")) not in ("1", "2"):
             yield Note(
@@ -336,7 +321,7 @@ class _System:
                 first.line,
             )
 
-    def list_degraded(self, pairs: Pairs) -> Iterator[Note]:
+    def list_degraded(self) -> Iterator[Note]:
         counts: dict[int, list[_Gpu]] = {}
         for gpu in self.gpus:
             counts.setdefault(gpu.links, []).append(gpu)
@@ -351,9 +336,18 @@ class _System:
                 "MP201",
                 few.element.line,
             )
-        uneven = next(((p, n) for p, n in sorted(pairs.items()) if n[0] != n[1]), None)
-        if uneven is not None:
-            (one, other), (there, back) = uneven
+        # Number of links that a GPU lists to another one.
+        to = {
+            (gpu.index, self.at[end].index): count
+            for gpu in self.gpus
+            for end, count in gpu.to.items()
+            if end in self.at
+        }
+        pairs = {(min(pair), max(pair)) for pair in to}
+        uneven = [pair for pair in pairs if to.get(pair) != to.get(pair[::-1])]
+        if uneven:
+            one, other = min(uneven)
+            there, back = to.get((one, other), 0), to.get((other, one), 0)
             yield Note(
                 f"GPU {one} lists {there} links to GPU {other}, which lists {back} back; "
                 f"{max(there, back)} are assumed",

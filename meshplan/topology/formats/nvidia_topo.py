@@ -261,7 +261,6 @@ def read(text: str) -> Reading:
         domains=domains,
         complete=complete and len(counts) == math.comb(len(table.gpus), 2),
         notes=tuple(sorted(notes, key=lambda note: note.line or 0)),
-        links=tuple((one, other, count) for (one, other), count in sorted(links.items())),
     )
 
 

@@ -78,7 +78,6 @@ def read_table(text: str, begin: int, kind: str, name: re.Pattern[str]) -> Readi
         complete=not missing and not unknown,
         notes=tuple(sorted(notes, key=lambda note: note.line or 0)),
         names=tuple(columns),
-        links=tuple((low, high, 1) for low, high in sorted(links)),
     )
 
 
