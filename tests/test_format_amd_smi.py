@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from meshplan.errors import TopologyInputError
-from meshplan.topology.formats import rocm_smi
-from meshplan.topology.formats.amd_smi import read, recognises
+from meshplan.topology.formats.rocm_smi import read, recognises
 
 # In the order of amd-smi, which is not that of the addresses.
 GPUS = ["0001:9f:00.0", "0000:0A:00.0", "0000:3c:00.0"]
@@ -63,11 +62,6 @@ def test_invalid_texts_are_refused(old: str, new: str, line: int) -> None:
 
 def test_format_is_recognised() -> None:
     assert recognises(TEXT)
-    assert not rocm_smi.recognises(TEXT)
     assert not recognises("TABLE: no\n")
     with pytest.raises(TopologyInputError, match="no table"):
         read("")
-
-
-# For tests/test_formats.py.
-SAMPLES = (TEXT,)

@@ -10,7 +10,6 @@ FORMATS = (
     "kubernetes",
     "nvidia_topo",
     "rocm_smi",
-    "amd_smi",
     "slurm",
     "nccl_log",
 )

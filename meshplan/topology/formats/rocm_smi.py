@@ -1,8 +1,10 @@
-"""Output of ``rocm-smi --showtopo``: tables of weights, hops and link types between AMD GPUs.
+"""Output of ``rocm-smi --showtopo`` and ``amd-smi topology``: tables of weights, hops, link types
+and more between AMD GPUs.
 
-Source: ``rocm_smi.py`` of ROCm. Only the table of link types is read: hops are 1 over xGMI even
-where the way leads over another GPU, and weights differ between machines. Without that table, as
-with ``--showtoponuma`` or with no option at all, nothing is known about links.
+Source: ``rocm_smi.py`` and ``amdsmi_commands.py`` of ROCm. Only the table of link types is read:
+hops are 1 over xGMI even where the way leads over another GPU, and weights differ between machines.
+Without that table, as with ``--showtoponuma`` or with no option at all, nothing is known about
+links. amd-smi names GPUs by their PCI address; their index is the position among the columns.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from itertools import combinations
 from meshplan.errors import TopologyInputError
 from meshplan.topology._reading import Groups, Note, Reading, find_components
 
-ASK = "run {} on the host and pass its output"
+_ASK = "run {} on the host and pass its output"
 
 _MOST_GPUS = 1024  # of one host
 _BANNER = re.compile(
@@ -24,29 +26,35 @@ _BANNER = re.compile(
 )
 _TABLE = re.compile(r"^=+ {1,4}(Weight|Hops|Link Type) between two GPUs {1,4}=+", re.MULTILINE)
 _GPU = re.compile(r"GPU(\d{1,6})", re.ASCII)
-_ASK = ASK.format("rocm-smi --showtopo")
+_AMD_SMI_TABLE = re.compile(
+    r"^[ \t]{0,8}(ACCESS|WEIGHT|HOPS|LINK TYPE|NUMA BW|CACHE COHERENCY|ATOMICS"
+    r"|DMA|BI-DIRECTIONAL|P2P) TABLE:[ \t\r]*$",
+    re.MULTILINE,
+)
+_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.IGNORECASE)
 # Line and cells of each row, by name of its GPU.
 _Rows = dict[str, tuple[int, list[str]]]
 
 
 def recognises(text: str) -> bool:
-    return _BANNER.search(text) is not None
+    return (_BANNER.search(text) or _AMD_SMI_TABLE.search(text)) is not None
 
 
 def read(text: str) -> Reading:
+    kind, heading, link, name = "rocm-smi --showtopo", _TABLE, "Link Type", _GPU
+    note = Note(f"no table of link types in this output; {_ASK.format(kind)}")
+    if not _BANNER.search(text):
+        kind, heading, link, name = "amd-smi topology", _AMD_SMI_TABLE, "LINK TYPE", _ADDRESS
+        note = Note(f"no LINK TYPE TABLE in this output; {_ASK.format(kind)}", "MP202")
+    tables = {match[1]: match.end() for match in heading.finditer(text)}
+    if link in tables:
+        return _read_table(text, tables[link], kind, name)
     if not recognises(text):
-        raise TopologyInputError(f"no heading of rocm-smi found; {_ASK}")
-    tables = {match[1]: match for match in _TABLE.finditer(text)}
-    if "Link Type" not in tables:
-        kind = "rocm-smi --showtopo" if tables else "rocm-smi --showtoponuma"
-        return Reading(
-            kind,
-            notes=(Note(f"no table of link types in this output; {_ASK}"),),
-        )
-    return read_table(text, tables["Link Type"].end(), "rocm-smi --showtopo", _GPU)
+        raise TopologyInputError(f"no table of {kind} found; {_ASK.format(kind)}")
+    return Reading(kind if tables else "rocm-smi --showtoponuma", notes=(note,))
 
 
-def read_table(text: str, begin: int, kind: str, name: re.Pattern[str]) -> Reading:
+def _read_table(text: str, begin: int, kind: str, name: re.Pattern[str]) -> Reading:
     """Domains by the table of link types whose heading ends at ``begin``; one host, so its GPUs are
     one node. ``name`` matches a GPU, whose index is the first group, or else its position.
     """
@@ -102,7 +110,7 @@ def _split_rows(
         else:
             rows[words[0]] = (line, words[1:])
     if not columns:
-        raise TopologyInputError(f"no table of link types; {ASK.format(kind)}", line=first)
+        raise TopologyInputError(f"no table of link types; {_ASK.format(kind)}", line=first)
     return columns, rows
 
 

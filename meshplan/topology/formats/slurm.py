@@ -203,7 +203,6 @@ class _Outline:
         self.names: list[str] = []
         self.seen: set[str] = set()
         self.shown = 0
-        self.topologies = 0
         self.hosts = 0
         self.parent = "hosts"
         # Of each view of the cluster: its blocks, and whether it is the default.
@@ -238,8 +237,7 @@ class _Outline:
         if key == "block_sizes":
             self.add_sizes(value, line)
         elif key == "topology":
-            self.topologies += 1
-            if self.topologies <= _SHOWN:
+            if len(self.views) <= _SHOWN:
                 self.notes.append(Note(f"topology {value[:80]}", line=line))
             self.seen.clear()  # another view of the same cluster
             self.views.append([])
