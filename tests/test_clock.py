@@ -11,9 +11,10 @@ import torch
 
 from meshplan.execute.paths import get_path
 from meshplan.layout import Layout
-from meshplan.planner import Cost, Problem, Step, plan
+from meshplan.planner import Problem, Step, plan
 from meshplan.planner._group_facts import find_groups
 from meshplan.planner._path_costs import (
+    Cost,
     ElementWidth,
     PlannedReduction,
     ReductionStrategy,

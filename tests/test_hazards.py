@@ -18,9 +18,10 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import Partial, Replicate, _MaskPartial
 
 from meshplan.layout import Layout
-from meshplan.planner import Hazard, Problem, Spec, hazards, nccl_order
+from meshplan.planner import Hazard, Problem, hazards, nccl_order
 from meshplan.planner import _hazards as siblings_module
 from meshplan.planner._hazards import ALGORITHMS, Siblings
+from meshplan.planner._problem import Spec
 from meshplan.topology import Topology
 
 ISSUE = Layout.of(ddp=8, fsdp=5, tp=1)

@@ -27,7 +27,8 @@ from meshplan.errors import (
     ShardOrderError,
 )
 from meshplan.layout import Layout
-from meshplan.planner import Plan, Problem, Spec, plan
+from meshplan.planner import Plan, Problem, plan
+from meshplan.planner._problem import Spec
 from meshplan.topology import Topology
 from tests.refusals import refusal
 

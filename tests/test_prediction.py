@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from meshplan.errors import AxisNameError, PlacementError
 from meshplan.layout import Layout
-from meshplan.planner import Cost, Problem, plan, predict_backend, predict_plan
+from meshplan.planner import Problem, plan, predict_backend, predict_plan
+from meshplan.planner._path_costs import Cost
 from meshplan.topology import Link, Links, Topology
 from tests.refusals import refusal
 

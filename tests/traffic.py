@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshplan.execute._gloo import Channel
 from meshplan.execute._provenance import CollectiveLog
-from meshplan.planner import Halving, HalvingMessage
+from meshplan.planner._halving import Halving, HalvingMessage
 
 _COUNTED = CommDebugMode().comm_registry | c10d_collective_ops
 

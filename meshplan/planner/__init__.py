@@ -10,7 +10,6 @@ from meshplan._lazy_imports import make_lazy
 if TYPE_CHECKING:
     from meshplan.planner import nccl_order as nccl_order
     from meshplan.planner._group_facts import find_groups as find_groups
-    from meshplan.planner._halving import Halving as Halving
     from meshplan.planner._halving import HalvingMessage as HalvingMessage
     from meshplan.planner._halving import HalvingRound as HalvingRound
     from meshplan.planner._halving import halving_schedule as halving_schedule
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from meshplan.planner._path_costs import CONTRACT_PATHS as CONTRACT_PATHS
     from meshplan.planner._path_costs import Between as Between
     from meshplan.planner._path_costs import ContractPath as ContractPath
-    from meshplan.planner._path_costs import Cost as Cost
     from meshplan.planner._path_costs import Reach as Reach
     from meshplan.planner._path_costs import count_chunks as count_chunks
     from meshplan.planner._path_costs import cut_chunks as cut_chunks
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
     from meshplan.planner._problem import POLICIES as POLICIES
     from meshplan.planner._problem import Policy as Policy
     from meshplan.planner._problem import Problem as Problem
-    from meshplan.planner._problem import Spec as Spec
     from meshplan.planner._problem import check_audit as check_audit
     from meshplan.planner._problem import check_policy as check_policy
     from meshplan.planner._search import (
