@@ -217,7 +217,7 @@ class Siblings:
 
     @cached_property
     def _nodes(self) -> list[tuple[tuple[int, ...], ...]]:
-        return [_list_nodes(row) for row in self._labels]
+        return [*map(order.nodes_of_group, self._labels.tolist())]
 
     @cached_property
     def signatures(self) -> tuple[tuple[int, ...], ...]:
@@ -278,7 +278,13 @@ class Siblings:
         place = self._place_leaf(int(self.pattern[group]))
         return ring if self._place is None else tuple(map(place, ring))
 
-    def tree(self, algorithm: Algorithm, group: int, chunk: int, channel: int = 0) -> order.Tree:
+    def tree(
+        self,
+        algorithm: Algorithm,
+        group: int,
+        chunk: int,
+        channel: int = 0,
+    ) -> order.Tree:
         """The association of global ranks under ``algorithm`` in a ``channel`` of a ``group``.
         Each ``chunk`` of the message starts at another rank of a ring; a tree ignores it.
         """
@@ -299,7 +305,12 @@ class Siblings:
         lowest = self.members[groups].min(axis=1)
         return int(groups[np.lexsort((lowest, nodes))[0]])
 
-    def _split(self, algorithm: Algorithm, patterns: list[int], channel: int) -> list[list[int]]:
+    def _split(
+        self,
+        algorithm: Algorithm,
+        patterns: list[int],
+        channel: int,
+    ) -> list[list[int]]:
         """Parts of ``patterns`` that add in one order in a channel."""
         if len(patterns) == 1 or self.size <= 2:  # a sum of two commutes
             return [patterns]
@@ -369,14 +380,6 @@ def cache_siblings(
     return cache(
         lambda axes: Siblings(layout, axes, topology, sort_ranks=sort_ranks, channels=channels)
     )
-
-
-def _list_nodes(labels: Integers) -> tuple[tuple[int, ...], ...]:
-    """`order.nodes_of_group` of one row of `_label_equal`, whose labels ascend by first rank."""
-    ranks = labels.argsort(kind="stable")
-    starts = np.flatnonzero(np.diff(labels[ranks], prepend=-1)).tolist()
-    listed = tuple(ranks.tolist())
-    return tuple(listed[a:b] for a, b in zip(starts, [*starts[1:], len(listed)], strict=True))
 
 
 def _label_equal(rows: Integers) -> Integers:
@@ -533,7 +536,11 @@ class _Analysis:
                 yield axes, held
             held = held.union(axes)
 
-    def _find_axes_at_risk(self, axes: tuple[int, ...], held: set[int]) -> tuple[int, ...]:
+    def _find_axes_at_risk(
+        self,
+        axes: tuple[int, ...],
+        held: set[int],
+    ) -> tuple[int, ...]:
         """The axes along which siblings must agree; none if every order has the same bits."""
         group_size = math.prod(self.layout.sizes[i] for i in axes)
         if group_size <= 2 or is_exact(self.problem, axes):
