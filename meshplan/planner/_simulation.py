@@ -114,10 +114,6 @@ def draw_row(
     return _round(random.standard_normal(numel), dtype)
 
 
-def scale(row: Row, factor: float, dtype: str) -> Row:
-    return _round(row * _round(np.float64(factor), dtype), dtype)
-
-
 def spread_elements(numel: int, size: int) -> list[Piece]:
     """``numel`` elements, taken evenly from a message in which all ``size`` chunks are equal."""
     count = min(numel, size)
@@ -403,10 +399,6 @@ class _Stages:
 
     def compute_sums(self, numel: int, seed: int) -> list[Row]:
         rows: list[Row] = []
-
-        def find_row(number: int, step: int) -> Row:
-            return rows[number] if step else draw_row(seed, number, numel, self.dtype)
-
         for step, stage in enumerate(self.stages):
             pieces = order.ring_chunks(numel, stage.siblings.size, itemsize(self.dtype))
             found: dict[int, Row] = {}
@@ -415,9 +407,14 @@ class _Stages:
             for number in stage.inputs[:, 0].argsort(kind="stable").tolist():
                 numbers = stage.inputs[number].tolist()
                 if numbers != last:
-                    inputs, last = [find_row(one, step) for one in numbers], numbers
+                    last = numbers
+                    inputs = [
+                        rows[one] if step else draw_row(seed, one, numel, self.dtype)
+                        for one in numbers
+                    ]
                     if stage.factor is not None:
-                        inputs = [scale(one, stage.factor, self.dtype) for one in inputs]
+                        factor = _round(np.float64(stage.factor), self.dtype)
+                        inputs = [_round(one * factor, self.dtype) for one in inputs]
                 found[number] = add_rows(
                     stage.siblings,
                     self.algorithm,
