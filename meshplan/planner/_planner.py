@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Literal
 
 from meshplan.contract import OPS, Op
 from meshplan.errors import PolicyError, ShardOrderError
@@ -70,7 +71,11 @@ def plan(problem: Problem) -> Plan:
     return _plan_unordered(problem, changed, groups)
 
 
-def _plan_ordered(problem: Problem, changed: Sequence[int], axes: tuple[int, ...]) -> Plan:
+def _plan_ordered(
+    problem: Problem,
+    changed: Sequence[int],
+    axes: tuple[int, ...],
+) -> Plan:
     found, compared = search(problem, axes, MAX_CANDIDATES)
     rest = tuple(_list_other_moves(problem, changed))
     candidates = tuple(Candidate((*_make_steps(problem, one), *rest), one.cost) for one in found)
@@ -251,34 +256,30 @@ def _find_operation(problem: Problem, axes: Sequence[int]) -> tuple[Op, int | No
 
 
 def _slice(problem: Problem, axis: int, dst: Spec) -> Step:
-    src = problem.src[axis]
-    finished = f"after the reduction of {src.text}"
-    return Step(
-        kind="slice",
-        axes=(axis,),
-        sizes=(problem.layout.sizes[axis],),
-        move=f"R -> {dst.text}",
-        why=finished if src.kind == "partial" else "every rank has the whole value",
-        src=_REPLICATED,
-        dst=dst,
-    )
+    why = "every rank has the whole value"
+    if problem.src[axis].kind == "partial":
+        why = f"after the reduction of {problem.src[axis].text}"
+    return _change(problem, "slice", axis, _REPLICATED, dst, why)
 
 
 def _fall_through(problem: Problem, axis: int, src: Spec, dst: Spec) -> Step:
-    size = problem.layout.sizes[axis]
-    return Step(
-        kind="torch",
-        axes=(axis,),
-        sizes=(size,),
-        move=f"{src.text} -> {dst.text}",
-        why=_explain_fall_through(problem, src, size),
-        src=src,
-        dst=dst,
-    )
+    return _change(problem, "torch", axis, src, dst, _explain_fall_through(problem, src, axis))
 
 
-def _explain_fall_through(problem: Problem, src: Spec, size: int) -> str:
-    if size == 1:
+def _change(
+    problem: Problem,
+    kind: Literal["slice", "torch"],
+    axis: int,
+    src: Spec,
+    dst: Spec,
+    why: str,
+) -> Step:
+    sizes, move = (problem.layout.sizes[axis],), f"{src.text} -> {dst.text}"
+    return Step(kind, (axis,), sizes, move, why, src=src, dst=dst)
+
+
+def _explain_fall_through(problem: Problem, src: Spec, axis: int) -> str:
+    if problem.layout.sizes[axis] == 1:
         return "axis of size 1, no communication"
     if src.kind == "partial" and problem.policy == "consistent":
         return "siblings agree in any order of the backend"

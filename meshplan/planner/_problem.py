@@ -66,24 +66,6 @@ class Spec:
         """From a torch placement, or from ``R``, ``S(0)``, ``P`` or ``P(avg)``."""
         if isinstance(placement, str):
             return cls._read_text(placement)
-        return cls._read_placement(placement)
-
-    @classmethod
-    def _read_text(cls, text: str) -> Spec:
-        match = _TEXT.fullmatch(text.strip())
-        letter, argument = match.group("letter", "argument") if match else ("", None)
-        if letter == "R" and argument is None:
-            return cls("replicate", "R")
-        if letter == "S" and argument is not None and _DIM.fullmatch(argument):
-            return cls("shard", text.strip(), dim=int(argument))
-        if letter == "P" and (argument or "sum") in OPS:
-            return cls("partial", f"P({argument or 'sum'})", op=argument or "sum")
-        raise PlacementError(
-            f"invalid placement {text!r}; use R, S(0), P or P(op) with op one of {', '.join(OPS)}"
-        )
-
-    @classmethod
-    def _read_placement(cls, placement: Placement) -> Spec:
         # Only this needs torch, and a caller with a placement has loaded it.
         from torch.distributed.tensor.placement_types import (
             Partial,
@@ -112,6 +94,20 @@ class Spec:
                 any_order=_ONE if placement.reduce_op == "sum" else "",
             )
         return cls("opaque" if isinstance(placement, Partial) else "other", text)
+
+    @classmethod
+    def _read_text(cls, text: str) -> Spec:
+        match = _TEXT.fullmatch(text.strip())
+        letter, argument = match.group("letter", "argument") if match else ("", None)
+        if letter == "R" and argument is None:
+            return cls("replicate", "R")
+        if letter == "S" and argument is not None and _DIM.fullmatch(argument):
+            return cls("shard", text.strip(), dim=int(argument))
+        if letter == "P" and (argument or "sum") in OPS:
+            return cls("partial", f"P({argument or 'sum'})", op=argument or "sum")
+        raise PlacementError(
+            f"invalid placement {text!r}; use R, S(0), P or P(op) with op one of {', '.join(OPS)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

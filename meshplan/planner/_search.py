@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from meshplan.planner._group_facts import GroupFacts, find_groups
+from meshplan.planner._group_facts import find_groups
 from meshplan.planner._path_costs import (
     MIN_HALVING_RANKS,
     Between,
@@ -51,7 +51,11 @@ class MoveSequence:
     cost: Cost
 
 
-def search(problem: Problem, axes: tuple[int, ...], best: int) -> tuple[list[MoveSequence], int]:
+def search(
+    problem: Problem,
+    axes: tuple[int, ...],
+    best: int,
+) -> tuple[list[MoveSequence], int]:
     """The ``best`` candidates that reduce over ``axes`` at once, and the number of candidates. The
     result is the same on all ranks.
     """
@@ -106,9 +110,7 @@ class _StateGraph:
             reduced, state = node
             reached = [self._move(node, axis, then) for axis, then in list_moves(state, self.goal)]
             if not reduced:
-                for strategy in _list_strategies(
-                    self.problem, self.groups, self.axes, state, self.goal
-                ):
+                for strategy in self._list_strategies(state):
                     reductions.append((state, strategy))
                     reached.append(self._reduce(node, strategy))
             for following in reached:
@@ -116,6 +118,23 @@ class _StateGraph:
                     seen.add(following)
                     front.append(following)
         return reductions
+
+    def _list_strategies(self, state: State) -> Iterator[ReductionStrategy]:
+        problem, axes = self.problem, self.axes
+        exchange = problem.path in ("auto", "exchange")
+        # Not every order permits blocks. float32 stands for all dtypes: plans do not use the
+        # greater freedom of integers.
+        nests = problem.contract.has_parts(problem.src[axes[0]].op or "", "float32")
+        inners = (1, *(self.groups.blocks(axes) if exchange and nests else ()))
+        sharded = find_scatter_axes(state, self.goal) if problem.scatter else ()
+        halving = problem.path == "auto" and nests and problem.contract.order == "tree"
+        for inner in inners:
+            both = halving and (inner > 1 or self.groups.count_ranks(axes) >= MIN_HALVING_RANKS)
+            betweens: tuple[Between, ...] = ("exchange", "halving") if both else ("exchange",)
+            for between in betweens:
+                yield ReductionStrategy(axes, (), inner, between)
+                if sharded:
+                    yield ReductionStrategy(axes, sharded, inner, between)
 
     def _move(self, node: tuple[bool, State], axis: int, then: int) -> tuple[bool, State]:
         reduced, state = node
@@ -166,29 +185,6 @@ class _StateGraph:
         for size, dim in shards:
             local[dim] = -(-local[dim] // size)
         return math.prod(local)
-
-
-def _list_strategies(
-    problem: Problem,
-    groups: GroupFacts,
-    axes: tuple[int, ...],
-    state: State,
-    goal: State,
-) -> Iterator[ReductionStrategy]:
-    exchange = problem.path in ("auto", "exchange")
-    # Not every order permits blocks. float32 stands for all dtypes: plans do not use the greater
-    # freedom of integers.
-    nests = problem.contract.has_parts(problem.src[axes[0]].op or "", "float32")
-    inners = (1, *(groups.blocks(axes) if exchange and nests else ()))
-    sharded = find_scatter_axes(state, goal) if problem.scatter else ()
-    halving = problem.path == "auto" and nests and problem.contract.order == "tree"
-    for inner in inners:
-        both = halving and (inner > 1 or groups.count_ranks(axes) >= MIN_HALVING_RANKS)
-        betweens: tuple[Between, ...] = ("exchange", "halving") if both else ("exchange",)
-        for between in betweens:
-            yield ReductionStrategy(axes, (), inner, between)
-            if sharded:
-                yield ReductionStrategy(axes, sharded, inner, between)
 
 
 def find_ends(problem: Problem, reduced: Sequence[int]) -> tuple[State, State]:
