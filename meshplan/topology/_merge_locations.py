@@ -69,15 +69,13 @@ class _Job:
     def find_cliques(self) -> tuple[list[int] | None, Note | None]:
         """The clique of each rank if NCCL uses cliques, else an unexpected reason why not."""
         fabrics = [one.gpu.fabric if one.gpu else None for one in self.locations]
-        usable = [fabric for fabric in fabrics if fabric is not None and fabric.usable]
+        usable = [fabric for fabric in fabrics if fabric and fabric.usable]
         # NCCL uses cliques of multi-node NVLink only if every condition below holds on every rank.
         # One failing rank makes all nodes hosts, so each failure is a note. On one host NCCL does
         # not look.
         if len(set(self.hosts)) < 2 or not usable:
             return None, None
-        without = [
-            rank for rank, fabric in enumerate(fabrics) if fabric is None or not fabric.usable
-        ]
+        without = [rank for rank, one in enumerate(fabrics) if not (one and one.usable)]
         if without:
             return None, Note(
                 f"{_show_ranks(without)} are not registered with a fabric of multi-node NVLink and "

@@ -134,19 +134,15 @@ class Topology:
         domains = None if domain_of_rank is None else tuple(domain_of_rank)
         found = cls(len(nodes), nodes, domains, links)
         node_size = _count_leading(nodes)
-        even = cls(len(nodes), node_size, None, links)
+        domain_size = None if domains is None else min(_count_leading(domains), node_size)
+        even = cls(len(nodes), node_size, domain_size, links)
         if not np.array_equal(_require_known(even.nodes), _require_known(found.nodes)):
             return found
-        if domains is None:
+        if domains is None or np.array_equal(
+            _require_known(even.domains), _require_known(found.domains)
+        ):
             return even
-        fine = cls(
-            len(nodes),
-            node_size,
-            min(_count_leading(domains), node_size),
-            links,
-        )
-        same = np.array_equal(_require_known(fine.domains), _require_known(found.domains))
-        return fine if same else cls(len(nodes), node_size, domains, links)
+        return cls(len(nodes), node_size, domains, links)
 
     @classmethod
     def unknown(cls, world_size: int, links: Links = Links()) -> Topology:
@@ -195,10 +191,8 @@ class Topology:
         Raises:
             TopologyError: no such rank.
         """
-        self._check_ranks(rank, rank)
-        if isinstance(self.node_map, tuple):
-            return self.node_map[rank]
-        return None if self.node_map is None else rank // self.node_map
+        nodes = self.nodes_of(np.array([rank]))
+        return None if nodes is None else int(nodes[0])
 
     def nodes_of(self, ranks: Integers) -> Integers | None:
         """The node of each rank, in the shape of ``ranks``; ``None`` if unknown.
@@ -209,8 +203,12 @@ class Topology:
         Raises:
             TopologyError: a rank that does not exist.
         """
-        if ranks.size:
-            self._check_ranks(int(ranks.min()), int(ranks.max()))
+        low, high = (int(ranks.min()), int(ranks.max())) if ranks.size else (0, 0)
+        if low < 0 or high >= self.world_size:
+            raise TopologyError(
+                f"no rank {low if low < 0 else high} in a topology of {self.world_size} ranks; "
+                f"pass ranks from 0 to {self.world_size - 1}"
+            )
         if isinstance(self.node_map, int):
             return ranks // self.node_map
         nodes = self.nodes
@@ -237,13 +235,6 @@ class Topology:
             return text
         fine = f"of {self.domain_map}" if isinstance(self.domain_map, int) else "given by rank"
         return f"{text}, domains {fine}"
-
-    def _check_ranks(self, low: int, high: int) -> None:
-        if low < 0 or high >= self.world_size:
-            raise TopologyError(
-                f"no rank {low if low < 0 else high} in a topology of {self.world_size} ranks; "
-                f"pass ranks from 0 to {self.world_size - 1}"
-            )
 
 
 def _check_ids(what: str, ids: tuple[int, ...], world_size: int) -> None:
