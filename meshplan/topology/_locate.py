@@ -164,8 +164,6 @@ def _encode(record: Any) -> dict[str, Any]:
 # Source: drivers/gpu/drm/amd/amdkfd/kfd_topology.c of Linux. libhsakmt of ROCm defines which nodes
 # a process may use, and their order. Files are small lists of ``name value``. ROCm is not needed.
 
-KFD_ROOT = Path("/sys/class/kfd/kfd/topology")
-
 _DIGITS = re.compile(r"\d{1,20}", re.ASCII)
 _XGMI = 11  # HSA_IOLINK_TYPE_XGMI
 _MAX_NODES, _MAX_LINKS, _MAX_BYTES = 4096, 4096, 1 << 16
@@ -182,7 +180,11 @@ class _Node:
     unread: tuple[int, ...]
 
 
-def find_amd_gpu(environ: Mapping[str, str], index: int, root: Path = KFD_ROOT) -> Gpu | str:
+def find_amd_gpu(
+    environ: Mapping[str, str],
+    index: int,
+    root: Path,
+) -> Gpu | str:
     """The GPU that this process calls number ``index``; or why it is unknown."""
     try:
         nodes, hidden = _read_nodes(root)

@@ -260,7 +260,11 @@ def _plan_list(inputs: Inputs, world_size: int) -> HostPlan:
     return HostPlan(inputs.hosts, f"{count} hosts", inputs.rank_order)
 
 
-def _plan_launcher(inputs: Inputs, world_size: int, environ: Mapping[str, str]) -> HostPlan | None:
+def _plan_launcher(
+    inputs: Inputs,
+    world_size: int,
+    environ: Mapping[str, str],
+) -> HostPlan | None:
     local = environ.get("LOCAL_WORLD_SIZE", "")
     if not (local.isascii() and local.isdigit() and len(local) < 8 and int(local)):
         return None
@@ -470,7 +474,12 @@ def _build_from_plan(
     return Cluster(topology, notes, domain_gpus, plan.host_names, origin=plan.origin)
 
 
-def _join_cliques(size: int, plan: HostPlan, kinds: Sequence[HostKind], gpus: int) -> Topology:
+def _join_cliques(
+    size: int,
+    plan: HostPlan,
+    kinds: Sequence[HostKind],
+    gpus: int,
+) -> Topology:
     if size % gpus or any(kind.gpus != gpus for kind in kinds):
         raise TopologyError(
             f"--domain-size {size} is not a number of whole hosts of {gpus} GPUs; pass "

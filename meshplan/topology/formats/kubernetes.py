@@ -85,14 +85,12 @@ def read(text: str) -> Reading:
                 groups.setdefault(clique or f"host {index}", []).extend(range(gpu, gpu + gpus))
                 gpu += gpus
         nodes = tuple(sorted(tuple(group) for group in groups.values()))
-    names = tuple(name for name, _, _ in hosts)
-    kind = "kubectl get nodes"
     return Reading(
-        kind,
+        "kubectl get nodes",
         nodes=nodes,
         complete=True,
         notes=tuple(notes),
-        names=names,
+        names=tuple(name for name, _, _ in hosts),
         scope="cluster",
     )
 

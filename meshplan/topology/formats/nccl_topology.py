@@ -112,9 +112,6 @@ def parse_numbers(elements: Iterable[Element], name: str) -> list[int] | None:
     return known if len(set(known)) == len(found) else None
 
 
-KIND = "NCCL topology XML"
-"""``Reading.kind`` of this format."""
-
 _SWITCH_CLASS = "0x068000"
 _CPU_CLASS = "0x068001"  # IBM's bridge from a GPU to its CPU; NCCL takes it for the CPU
 # A switch that NCCL cannot see: in a virtual machine, and between hosts.
@@ -148,7 +145,7 @@ def read(text: str) -> Reading:
     if known:
         notes += system.list_degraded()
     return Reading(
-        kind=KIND,
+        kind="NCCL topology XML",
         domains=domains,
         nodes=system.find_nodes(domains),
         complete=known and not (system.strangers or system.bare or system.selves),

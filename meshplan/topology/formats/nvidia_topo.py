@@ -204,7 +204,6 @@ def _join_groups(
     return groups if seen == across else None
 
 
-_KIND = "nvidia-smi topo -m"
 _CPUS = re.compile(r"\d{1,5}(?:-\d{1,5})?(?:,\d{1,5}(?:-\d{1,5})?)*")
 _COMMAND = re.compile(r"nvidia-smi\s{1,8}topo\s{1,8}(-mp?|--matrix(?:_pci)?)(?![\w-])")
 _PCI_LEGEND = re.compile(r"PIX\s{1,8}= ")
@@ -257,7 +256,7 @@ def read(text: str) -> Reading:
         notes.append(Note(message, "MP203"))
     notes += _find_partial(domains or (), counts)
     return Reading(
-        _KIND,
+        "nvidia-smi topo -m",
         domains=domains,
         complete=complete and len(counts) == math.comb(len(table.gpus), 2),
         notes=tuple(sorted(notes, key=lambda note: note.line or 0)),

@@ -274,7 +274,10 @@ _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 _MOST_NODES, _MOST_RANKS = 1_000_000, 2_000_000
 
 
-def read_nodes(environ: Mapping[str, str], default: str = "block") -> tuple[int, ...] | None:
+def read_nodes(
+    environ: Mapping[str, str],
+    default: str = "block",
+) -> tuple[int, ...] | None:
     """Node of each rank, by position in the list of nodes; ``None`` if unknown. sbatch sets no
     ``SLURM_DISTRIBUTION``, and then ``default`` holds.
     """
