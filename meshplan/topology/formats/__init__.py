@@ -1,4 +1,4 @@
-"""Parsers of descriptions of clusters: one module for each format.
+"""Parsers of descriptions of clusters: one module for each format, and one for the tools of AMD.
 
 Each module has ``recognises(text)``, which is fast and never raises, and ``read(text)``, which
 returns a ``Reading`` or raises ``TopologyInputError`` with the line. None imports torch.
