@@ -69,6 +69,11 @@ def read_result(found: Any) -> Any:
     return found.result() if isinstance(found, Work) else found
 
 
+def test_data_depends_on_the_order() -> None:
+    for other in (total(contract=Contract()), total(range(RANKS)[::-1])):
+        assert not torch.equal(total().view(torch.int32), other.view(torch.int32))
+
+
 def group_forms(mesh: DeviceMesh, axis: int) -> list[Any]:
     name = ("dp", "tp")[axis]
     return [mesh.get_group(name), mesh[name], (mesh, name), (mesh, axis)]
@@ -157,7 +162,7 @@ def test_torch_reduce_ops_match_their_names() -> None:
     run_ranks(ranks, RANKS)
 
 
-PATHS = ("native", "reference", "auto", "exchange")
+PATHS = ("native", "reference", "auto", "exchange", "one_shot", "two_shot")
 
 
 @pytest.mark.parametrize("async_op", [False, True])

@@ -70,6 +70,8 @@ def test_golden_digests() -> None:
         "float32[100,10]": torch.arange(1000.0).view(10, 100).t(),
         "bfloat16[70001]": (numbers % 65536 - 32768).to(torch.int16).view(torch.bfloat16),
         "float64[70001]": (numbers * numbers).view(torch.float64),
+        # Of several streams.
+        "float64[110001]": (torch.arange(110001) * 2654435761).view(torch.float64),
         "complex128[2]": torch.tensor([1 + 2j, -1j], dtype=torch.complex128),
         "float8_e4m3fn[5]": torch.arange(5.0).to(torch.float8_e4m3fn),
     }
@@ -87,6 +89,7 @@ c7ea9d062412a27ec391297e7b00a00b int64[1000]
 e686f04433004b499732c08e7404f89c float32[100,10]
 c8e57fbefcb015f063443d90a3b9df87 bfloat16[70001]
 fb42dda55e7033b3f3357e2efb204a40 float64[70001]
+d236b777816c3e10fcfc0885b24c9fdf float64[110001]
 486e9737643222d99524832cb694c32f complex128[2]
 c9766d78b4507b88c5057918963d9f19 float8_e4m3fn[5]""",
     )

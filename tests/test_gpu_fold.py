@@ -87,7 +87,7 @@ def wrong_halves() -> list[str]:
         for number, raw in enumerate(near):
             words = "sum", (1,), Contract(), dtype
             expected = definition.finish_partials([raw], *words)  # type: ignore[arg-type]
-            found = kernel.finish_partials([partial.cuda()], *words)  # type: ignore[arg-type]
+            found = kernel.finish_partials([raw.cuda()], *words)  # type: ignore[arg-type]
             if not have_equal_bits(found, expected):
                 wrong.append(f"{dtype} {number}")
         halves = [patterns, patterns.flip(0)]
