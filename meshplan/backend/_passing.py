@@ -152,4 +152,5 @@ class _Stage:
 def _bytes_of(tensor: Tensor) -> Tensor:
     """The bytes of contiguous memory, which results are written to."""
     # One element, or none, is contiguous with any stride.
-    return writable(tensor).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    flat = writable(tensor).as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8)

@@ -420,7 +420,8 @@ def _predict_stages(links: Links, chunks: Sequence[Sequence[Stage]]) -> Cost:
         for counts, messages in zip(sent, one.sends, strict=True):
             for link, nbytes in messages:
                 counts[link] += nbytes
-    most, total = max(sent, key=Counter.total, default=Counter[str]()), Cost.total(once)
+    most = max(sent, key=Counter.total, default=Counter[str]())
+    total = Cost.total(once)
     batches = len(chunks) - 1 + len(rounds) // len(chunks) if rounds else 0
     return Cost(
         nanoseconds=round(predict_turns(links, chunks) * 1e9) if stages else 0,

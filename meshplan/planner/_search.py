@@ -147,7 +147,8 @@ class _StateGraph:
     def _reduce(self, node: tuple[bool, State], strategy: ReductionStrategy) -> tuple[bool, State]:
         _, state = node
         following = (True, apply_reduction(state, self.goal, strategy.sharded))
-        here, there = self.count_elements(state), self.count_elements(following[1])
+        here = self.count_elements(state)
+        there = self.count_elements(following[1])
         reach = self.groups.find_reach(strategy)
         reduction = PlannedReduction(
             reach, here, there, self.width, strategy.inner, strategy.between

@@ -113,10 +113,11 @@ def build(
 
 
 def write_file(path: str, text: str) -> None:
-    """Replace a file at once: readers never see a part of it. A device, pipe or link remains."""
-    # Nothing waits for the reader of a pipe.
+    """Replace a file at once: no reader sees a part of it. A device, pipe or link remains."""
+    # No wait for the reader of a pipe.
     if os.path.dirname(path) == "/dev" or (os.path.exists(path) and not os.path.isfile(path)):
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK
+        descriptor = os.open(path, flags)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
         return

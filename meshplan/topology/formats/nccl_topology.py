@@ -344,7 +344,8 @@ class _System:
         uneven = [pair for pair in pairs if to.get(pair) != to.get(pair[::-1])]
         if uneven:
             one, other = min(uneven)
-            there, back = to.get((one, other), 0), to.get((other, one), 0)
+            there = to.get((one, other), 0)
+            back = to.get((other, one), 0)
             yield Note(
                 f"GPU {one} lists {there} links to GPU {other}, which lists {back} back; "
                 f"{max(there, back)} are assumed",
