@@ -7,7 +7,6 @@ themselves run, by AMD's own description of each instruction (`tests.amd_gpu`).
 from __future__ import annotations
 
 import ctypes.util
-import json
 import random
 import shutil
 from collections.abc import Iterator
@@ -25,7 +24,8 @@ from meshplan.kernel._device_peers import _kernel_name
 from meshplan.testing import bits
 from tests import machine_code
 from tests.amd_gpu import Image
-from tests.devices import GOLDEN, MODES, have_equal_bits
+from tests.devices import MODES, have_equal_bits
+from tests.inputs import golden_cases
 from tests.machine_code import PROGRAMS, MachineDevice, compile_program, image, reduce_peers
 from tests.pseudocode import fma
 from tests.test_device_fold import leaves_of
@@ -40,18 +40,11 @@ REMEDY = "run python -m tests.machine_code with clang 19, and commit the archive
 
 def golden(kernels: Image) -> Iterator[tuple[list[Tensor], str, Contract, dict[str, Any], Tensor]]:
     """Arguments and results of the golden vectors that these kernels reduce."""
-    for name in ("contract_v1.json", "exact_v1.json"):
-        for case in json.loads((GOLDEN.parent / name).read_text())["cases"]:
-            dtype = getattr(torch, case["dtype"])
-            contract = Contract(case["order"], case["accumulate"], case["rounding"])
-            fold = _kernel_name(dtype, case["op"], contract, 0)
-            if {fold, fold.removesuffix("_fold")} & {*kernels.kernels}:
-                *leaves, expected = (
-                    torch.frombuffer(bytearray.fromhex(text), dtype=dtype)
-                    for text in (*case["inputs"], case["output"])
-                )
-                more = {"shape": case["shape"], "divisor": case.get("divisor")}
-                yield leaves, case["op"], contract, more, expected
+    for case in golden_cases("contract_v1", "exact_v1"):
+        fold = _kernel_name(case.result.dtype, case.op, case.contract, 0)
+        if {fold, fold.removesuffix("_fold")} & {*kernels.kernels}:
+            more = {"shape": case.shape, "divisor": case.divisor}
+            yield case.leaves, case.op, case.contract, more, case.result
 
 
 def test_archive_has_the_kernels_of_the_source() -> None:
