@@ -71,10 +71,11 @@ def run(given: argparse.Namespace) -> int:
     """Run the script; returns 0 or 3 (``--strict``, ``--require``). Its errors end the process."""
     # The command stands for the variable, which torch's entry point reads.
     os.environ.pop("MESHPLAN_RUN", None)
+    rank = os.environ.get("RANK") or "0"
     try:
         source = None if given.module else _read_script(given.script)
         # Rank 0 alone writes them: another host may have no such folder.
-        if os.environ.get("RANK", "0") == "0":
+        if rank == "0":
             for name in filter(None, (given.report, given.html, given.certify)):
                 try_to_open(name)
         chosen = {name: getattr(given, name) for name in _SETTINGS}
@@ -84,8 +85,7 @@ def run(given: argparse.Namespace) -> int:
         job = import_with_torch("meshplan.run._job", "meshplan run").ObservedJob(settings)
     except MeshplanError as error:
         # Once for each host, whose files may be others.
-        rank = os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or "0"
-        return refuse(error) if rank == "0" else 2
+        return refuse(error) if (os.environ.get("LOCAL_RANK") or rank) == "0" else 2
     # The parser would have removed --, which is a word of the script.
     arguments = [word.removeprefix("\0") for word in given.arguments]
     try:
