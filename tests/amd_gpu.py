@@ -483,7 +483,7 @@ class _Operation:
             if kind == "DS":
                 reads["OFFSET0"], reads["OFFSET1"] = _fixed(inst.offset0), _fixed(inst.offset1)
                 reads["OFFSET"] = _fixed(inst.offset0 | inst.offset1 << 8)
-            # An exchange that nobody reads returns nothing.
+            # An atomic operation without glc returns no value.
             if "ATOMIC" in name and not getattr(inst, "glc", getattr(inst, "sc0", 0)):
                 self.targets.clear()
         names = self.code.names | self.code.writes

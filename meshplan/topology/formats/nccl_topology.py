@@ -10,6 +10,7 @@ a dump if every ``<gpu>`` has the attributes that NCCL adds: ``dev``, ``sm`` and
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from xml.parsers import expat
@@ -333,19 +334,17 @@ class _System:
                 "MP201",
                 few.element.line,
             )
-        # Number of links that a GPU lists to another one.
-        to = {
-            (gpu.index, self.at[end].index): count
-            for gpu in self.gpus
-            for end, count in gpu.to.items()
-            if end in self.at
-        }
-        pairs = {(min(pair), max(pair)) for pair in to}
-        uneven = [pair for pair in pairs if to.get(pair) != to.get(pair[::-1])]
+        # How many links a GPU lists to another one.
+        to = Counter[tuple[int, int]]()
+        for gpu in self.gpus:
+            for end, count in gpu.to.items():
+                if end in self.at:
+                    to[gpu.index, self.at[end].index] = count
+        uneven = [pair for pair in to if to[pair] != to[pair[::-1]]]
         if uneven:
-            one, other = min(uneven)
-            there = to.get((one, other), 0)
-            back = to.get((other, one), 0)
+            one, other = min(map(sorted, uneven))
+            there = to[one, other]
+            back = to[other, one]
             yield Note(
                 f"GPU {one} lists {there} links to GPU {other}, which lists {back} back; "
                 f"{max(there, back)} are assumed",
