@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, Work
 from meshplan._calls import Ticket
 from meshplan._dtypes import name_of
 from meshplan._observing import Extent, within
-from meshplan._torch import dispatch_modes, profiler_enabled, version_of
+from meshplan._torch import version_of
 from meshplan._torch.process_group import factor_of
 from meshplan.backend._options import NAME, BackendOptions
 from meshplan.backend._work import Reduce, in_caller_mode, writable
@@ -37,6 +37,7 @@ from meshplan.definition import canonicalize_nans, partial_dtype
 from meshplan.errors import ContractError, ContractTypeError, FallbackRefusedError
 from meshplan.execute import BoundReduction, Purpose
 from meshplan.execute._provenance import record_call
+from meshplan.execute._run import is_plain_memory, is_watched
 from meshplan.flatten import registry
 from meshplan.kernel import finish_partials
 from meshplan.orders import PartialResult
@@ -129,8 +130,6 @@ EXCHANGE: Exchange = "exchange of leaves"
 MAX_BOUND = 256
 """Reductions that a group keeps; where there are more, all are bound again."""
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-
 
 class BoundTable:
     """The reductions of a group of the backend. It keeps those of one tensor, by kind, operation,
@@ -147,7 +146,8 @@ class BoundTable:
         to be run once in its turn. ``None`` if none like it was run before, or if operators or
         spans are watched.
         """
-        found = self._bound.get((kind, op.op, message.dtype, out.shape))
+        # Integers compare faster than operations.
+        found = self._bound.get((kind, int(op.op), message.dtype, out.shape))
         if found is None or not _can_repeat(message, out) or is_watched():
             return None
         return partial(self._repeat, found, kind, message, out, op)
@@ -188,15 +188,13 @@ class BoundTable:
         for output, tensor, cut in zip(outputs, inputs, cuts, strict=True):
             value = operation.scale(tensor, options.contract)
             written = [output] * (kind == "all_reduce")
-            equal = cut is None or {*cut[1]} == {output.numel()}
-            if equal and operation.factor is None and ranks > 1 and _can_repeat(tensor, output):
+            if ranks > 1:
                 bound, groups = bind(value, how, group, request, ticket, shards=cut)
                 value = bound.run(value, groups, ticket.word, written=written)
-                op = getattr(dist.ReduceOp, operation.name.upper())
-                self._keep((kind, op, tensor.dtype, output.shape), bound)
-            elif ranks > 1:
-                chosen: dict[str, Any] = {"request": request, "shards": cut, "written": written}
-                value = reduce_tensor(value, how, group, ticket, **chosen)
+                equal = cut is None or {*cut[1]} == {output.numel()}
+                if equal and operation.factor is None and _can_repeat(tensor, output):
+                    op = getattr(dist.ReduceOp, operation.name.upper())
+                    self._keep((kind, int(op), tensor.dtype, output.shape), bound)
             if value is not output and output.numel():
                 output.copy_(rounded(value, output.dtype).view(output.shape))
 
@@ -209,7 +207,7 @@ class BoundTable:
         shards = 0, (flat.numel() // ranks,) * ranks
         bound, groups = bind(flat, how, group, EXCHANGE, ticket, shards=shards)
         flat.copy_(bound.run(flat, groups, ticket.word))
-        self._keep((EXCHANGE, dist.ReduceOp.SUM, flat.dtype, flat.shape), bound)
+        self._keep((EXCHANGE, int(dist.ReduceOp.SUM), flat.dtype, flat.shape), bound)
 
     def _keep(self, key: Hashable, bound: BoundReduction) -> None:
         if len(self._bound) >= MAX_BOUND:
@@ -228,22 +226,14 @@ class BoundTable:
     ) -> None:
         flat = message if kind == "all_reduce" else message.view(-1)
         if not found.run_into(flat, out, ticket.word):
-            operation, written = (
-                read_operation(op, message, self._options.contract),
-                writable(out),
-            )
+            operation = read_operation(op, message, self._options.contract)
+            written = writable(out)
             flat = written if message is out else writable(flat)
             lengths = [] if kind == "all_reduce" else [[out.numel()] * group.size()]
             run: Reduce = partial(self.exchange, flat)
             if kind != EXCHANGE:
                 run = partial(self.reduce, kind, [written], [flat], lengths, operation)
             in_caller_mode(run, [out])(group, ticket)
-
-
-def is_watched() -> bool:
-    """Whether operators and spans are observed: by modes, by torch's profiler, or by Nsight."""
-    on_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return bool(dispatch_modes()) or profiler_enabled() or on_cuda
 
 
 def _can_repeat(message: Tensor, out: Tensor) -> bool:
@@ -253,19 +243,6 @@ def _can_repeat(message: Tensor, out: Tensor) -> bool:
         return False
     # The message is read while the result is written.
     return message.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
-
-
-def is_plain_memory(tensor: Tensor) -> bool:
-    """Whether the kernel can read and write the memory of ``tensor`` as its elements."""
-    if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout is not torch.strided:
-        return False
-    if tensor.is_neg() or tensor.is_conj() or not tensor.is_contiguous():
-        return False
-    try:
-        # None of torch's zeros without memory, and no wrapper of a transformation.
-        return tensor.data_ptr() != 0 or tensor.numel() == 0
-    except RuntimeError:
-        return False
 
 
 def agree_on_policy(group: ProcessGroup, policy: str) -> None:

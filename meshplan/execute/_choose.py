@@ -78,9 +78,8 @@ class ChosenPath:
     header: RankHeader | None = None  # of this rank; packed at first use
     # By the names of the collectives that a call has issued.
     events: dict[tuple[str, ...], Event] = field(default_factory=dict)
-    # The kernel's call, if a reduction is no more than that, and whether it was looked for.
-    kernel: Callable[[Tensor, Tensor, int], None] | None = None
-    was_sought: bool = False
+    # If a reduction is no more than the kernel's call: that, and its event.
+    direct: tuple[Callable[[Tensor, Tensor, int], None], Event] | None = None
 
 
 def choose(request: PathRequest) -> ChosenPath:

@@ -216,7 +216,6 @@ class _Events:
         elements: int | None = None,
         nbytes: int = 0,
         seconds: float = 0.0,
-        *,
         audited: bool = False,
         groups: Any = None,
         written: Sequence[Tensor] = (),

@@ -19,8 +19,8 @@ from meshplan._calls import NO_TICKET, THIS_THREAD, check_aborted, take_named
 from meshplan._dtypes import name_of
 from meshplan._observing import OBSERVING, Extent, Source, count_contract, within
 from meshplan._spans import span
+from meshplan._torch import dispatch_modes, profiler_enabled
 from meshplan._torch import functional_operators as _ops
-from meshplan._torch import profiler_enabled
 from meshplan.errors import GroupStateError
 from meshplan.execute import _audit
 from meshplan.execute._choose import (
@@ -35,17 +35,19 @@ from meshplan.execute._failures import raise_failure
 from meshplan.execute._gloo import GlooWire, is_gloo
 from meshplan.execute._graph import define_operator, trace_reduction
 from meshplan.execute._groups import StepGroups
-from meshplan.execute._header import Header, RankHeader, tensor_header
+from meshplan.execute._header import Header, tensor_header
 from meshplan.execute._provenance import MAX_RECORDS, Event, Purpose, record
 from meshplan.execute._shards import select_shard
-from meshplan.execute._wire import Wire, is_captured, is_traced
+from meshplan.execute._wire import Wire, is_captured, is_compiled, is_traced
 from meshplan.execute.paths import Outcome, Path, get_path
 from meshplan.execute.paths._shared_memory import SharedMemoryPath
 from meshplan.flatten import GroupHandle
+from meshplan.kernel import large_pages
 from meshplan.planner import Step
 
 _Result = TypeVar("_Result")
 _SMALLEST_SUBNORMAL = math.ulp(0.0)
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 # Counted reductions of one group. Beyond it the group's counts start again. That happens with the
 # same call on all its ranks, because all of them have called the same reductions.
@@ -152,13 +154,11 @@ class BoundReduction:
         if OBSERVING.observer is not None:
             native: Extent = "fallback" if chosen.fallback else "native"
             run = partial(within, "counted" if in_contract else native, run)
-        if not traced:
-            run = partial(_guarded, run, groups, tensor.device.type, purpose)
-        if not traced and (profiler_enabled() or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
-            with span(step.kind, step.op, chosen.path.reported_name):
-                reduced = run()
-        else:
+        if traced:
             reduced = run()
+        else:
+            with span(step.kind, step.op, chosen.path.reported_name):
+                reduced = _guarded(run, groups, tensor.device.type, purpose)
         result = reduced.tensor
         # A graph keeps each wait, even one whose result is unused, such as backward's copies. So
         # only a pending result is waited for.
@@ -169,7 +169,7 @@ class BoundReduction:
         if chosen.pairs:
             result = torch.view_as_complex(result)
         names = tuple(reduced.log.names)
-        event = chosen.events.get(names) or self._event(chosen, names, tensor, traced)
+        event = chosen.events.get(names) or self._event(chosen, names, tensor, traced, groups)
         seconds = time.perf_counter() - started
         # Reductions outside the contract and empty tensors are never compared.
         audits, error = bool(audit and in_contract) and summand.numel() > 0, None
@@ -186,8 +186,7 @@ class BoundReduction:
             )
         # The size of a traced tensor may be a symbol: to compare it would add a guard to the graph.
         elements, nbytes = (None, 0) if traced else (tensor.numel(), tensor.nbytes)
-        observed: dict[str, Any] = {"groups": groups, "written": written}
-        record(event, elements, nbytes, seconds, audited=audits, **observed)
+        record(event, elements, nbytes, seconds, audits, groups, written)
         if error is not None:
             # All ranks raise it: the audit has the same result on each.
             raise error
@@ -201,11 +200,30 @@ class BoundReduction:
         traced: bool | None = None,
         written: Sequence[Tensor] = (),
     ) -> Tensor:
-        """As ``start``, waited for; counts the call, and audits it where that is its turn."""
+        """As ``start``, waited for; counts the call, and audits it where that is its turn. Without
+        operators, if the kernel's call is all, and unwatched.
+        """
+        is_plain = is_plain_memory(tensor) and not (is_watched() or is_compiled())
+        direct = self._find_direct(tensor) if is_plain else None
+        if direct is not None:
+            started, shape, lengths = time.perf_counter(), tensor.shape, self.step.lengths
+            if lengths and not self.step.leaves:
+                shape = torch.Size((lengths[groups.position], *shape[1:]))
+            # A failed call fills it, and leaves the caller's tensor as it is.
+            out = torch.empty(
+                shape,
+                dtype=tensor.dtype,
+                device=tensor.device,
+            )
+            large_pages(out)
+            kernel, event = direct
+            _guarded(partial(kernel, tensor, out, ticket), groups, "cpu", self.purpose)
+            seconds = time.perf_counter() - started
+            record(event, tensor.numel(), tensor.nbytes, seconds, False, groups, written)
+            return out
         how: dict[str, Any] = {"traced": traced, "ticket": ticket, "written": written}
-        if self.audit is not None:
-            how["audit"] = self.next_audit(tensor, groups)
-        pending = self.start(tensor.detach(), groups, **how)
+        audit = self.next_audit(tensor, groups)
+        pending = self.start(tensor.detach(), groups, audit=audit, **how)
         result: Tensor = _ops.wait_tensor(pending)
         return result
 
@@ -214,17 +232,12 @@ class BoundReduction:
         are contiguous, and nothing is traced. Returns False, with nothing done, if the groups are
         gone. Raises as ``start``; ``out`` may then hold NaN (or all ones).
         """
-        key = message.device, message.dtype, message.shape
-        chosen = self._chosen.get(key)
-        if chosen is not None and not chosen.was_sought and self.groups() is not None:
-            chosen.kernel, chosen.was_sought = self._find_kernel(chosen, message), True
-        kernel = None if chosen is None else chosen.kernel
+        pg = self.handles[0].process_group()
+        if pg is None:
+            return False
         written = (out,) if self.step.kind == "all_reduce" else ()
-        rounds = message.dtype.is_floating_point and self.step.op not in ("max", "min")
-        # The ordinary way refuses a thread that flushes subnormal numbers, and leaves the summand
-        # for ``keep``.
-        flushes = rounds and _SMALLEST_SUBNORMAL * 1.0 == 0.0
-        if chosen is None or kernel is None or flushes or OBSERVING.keep is not None:
+        direct = self._find_direct(message)
+        if direct is None:
             groups = self.groups()
             if groups is None:
                 return False
@@ -233,18 +246,13 @@ class BoundReduction:
                 # Whoever reads the version of ``out`` has seen it rise when the call was issued.
                 out.data.copy_(result.view(out.shape))
             return True
-        pg = self.handles[0].process_group()
-        if pg is None:
-            return False
-        started = time.perf_counter()
+        started, (kernel, event) = time.perf_counter(), direct
         try:
             kernel(message, out, ticket)
         except RuntimeError as error:
             raise_failure(error, StepGroups(pg), "cpu", self.purpose, started)
-        event = next(iter(chosen.events.values()))
         seconds = time.perf_counter() - started
-        sizes = message.numel(), message.nbytes
-        record(event, *sizes, seconds, groups=pg, written=written)
+        record(event, message.numel(), message.nbytes, seconds, False, pg, written)
         return True
 
     def _choose(self, tensor: Tensor, groups: StepGroups, traced: bool) -> ChosenPath:
@@ -264,19 +272,12 @@ class BoundReduction:
                 self._chosen[key] = chosen
         return chosen
 
-    def _find_kernel(
-        self, chosen: ChosenPath, tensor: Tensor
-    ) -> Callable[[Tensor, Tensor, int], None] | None:
-        """The call of the kernel without operators in between, if ranks share memory on CPUs."""
-        step, path, peers = self.step, chosen.path, self.handles[0].known.peers
-        if not isinstance(path, SharedMemoryPath) or peers is None or peers.device_type != "cpu":
-            return None
-        if chosen.pairs or self.audit is not None or set(chosen.events) != {path.collectives}:
-            return None
-        # The parts of a message are blocks of it where it is flat.
-        if step.norm is not None or (step.scatter and tensor.dim() != 1):
-            return None
-        return path.prepare(tuple(tensor.shape), tensor.dtype, step, peers)
+    def _find_direct(self, tensor: Tensor) -> tuple[Callable[..., None], Event] | None:
+        chosen = self._chosen.get((tensor.device, tensor.dtype, tensor.shape))
+        # The ordinary way refuses a thread that flushes subnormal numbers, and leaves the summand
+        # for ``keep``.
+        flushes = _SMALLEST_SUBNORMAL * 1.0 == 0.0
+        return None if chosen is None or flushes or OBSERVING.keep else chosen.direct
 
     def _event(
         self,
@@ -284,6 +285,7 @@ class BoundReduction:
         collectives: tuple[str, ...],
         tensor: Tensor,
         traced: bool,
+        groups: StepGroups,
     ) -> Event:
         step, purpose, why = self.step, self.purpose, chosen.why
         contract = step.contract if chosen.path.in_contract else None
@@ -305,7 +307,35 @@ class BoundReduction:
             ranks=math.prod(step.sizes),
             traced=traced,
         )
+        path, peers, chosen.direct = chosen.path, groups.peers, None
+        is_plain = step.norm is None and self.audit is None and not (traced or chosen.pairs)
+        if not (is_plain and isinstance(path, SharedMemoryPath) and peers and tensor.is_cpu):
+            return event
+        # The parts of a message are blocks of it where its first dim is split.
+        in_blocks = step.scatter == (((0, 0),) if step.lengths else ())
+        if in_blocks and collectives == path.collectives:
+            kernel = path.prepare(tuple(tensor.shape), tensor.dtype, step, peers)
+            chosen.direct = kernel, event
         return event
+
+
+def is_watched() -> bool:
+    """Whether operators and spans are observed: by modes, by torch's profiler, or by Nsight."""
+    on_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return bool(dispatch_modes()) or profiler_enabled() or on_cuda
+
+
+def is_plain_memory(tensor: Tensor) -> bool:
+    """Whether the kernel can read and write the memory of ``tensor`` as its elements."""
+    if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_neg() or tensor.is_conj() or not tensor.is_contiguous():
+        return False
+    try:
+        # None of torch's zeros without memory, and no wrapper of a transformation.
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:
+        return False
 
 
 def run_reduction(
@@ -393,7 +423,8 @@ def _reduced(
     if chosen.over_gloo or chosen.deferred:
         header = chosen.header
         if header is None:
-            header = chosen.header = _header(summand, step, groups, path, chosen.pairs)
+            words = tensor_header(summand, step, path.reported_name, chosen.pairs)
+            header = chosen.header = groups.rank, words
         if chosen.over_gloo:
             if summand.requires_grad:
                 summand = summand.detach()
@@ -412,12 +443,6 @@ def _reduced(
         # To wait for a pending result here would let its caller's stream go on without it.
         keep(step, groups, summand, None if reduced.pending else reduced.tensor)
     return reduced
-
-
-def _header(
-    summand: Tensor, step: Step, groups: StepGroups, path: Path, is_complex: bool
-) -> RankHeader:
-    return groups.rank, tensor_header(summand, step, path.reported_name, is_complex)
 
 
 def _in_graph(
@@ -443,7 +468,7 @@ def _in_graph(
     else:
         path = get_path(name)
     summand = summand.detach()
-    header = _header(summand, step, groups, path, is_complex)
+    header = groups.rank, tensor_header(summand, step, path.reported_name, is_complex)
     if not calls:
         return _run_counted(summand, step, groups, path, GlooWire(groups, header))
     with take_named(calls, summand.device.type) as ticket:

@@ -471,12 +471,12 @@ def fail(rank: int) -> list[Any]:
     group = emulated_group()
     x = torch.ones(3, device=CUDA)
     dist.all_reduce(x, group=group)
-    reduce_tensor = _reductions.reduce_tensor
+    bind = _reductions.bind
 
-    def refuse(*_: Any, **__: Any) -> Tensor:
+    def refuse(*_: Any, **__: Any) -> Any:
         raise FallbackRefusedError("refused")
 
-    _reductions.reduce_tensor = refuse
+    _reductions.bind = refuse
     work = start_all_reduce(x, group=group)
     found: list[Any] = [work.is_completed(), work.is_success()]
     for call in (
@@ -488,7 +488,7 @@ def fail(rank: int) -> list[Any]:
             call()
         except (RuntimeError, meshplan.MeshplanError) as error:
             found.append(str(error).partition("MP")[2][:3])
-    _reductions.reduce_tensor = reduce_tensor
+    _reductions.bind = bind
     # Different dtypes are found on the device, and reported by the next wait.
     y = torch.ones(3, device=CUDA, dtype=(torch.float32, torch.int32)[rank])
     work = start_all_reduce(y, group=group)

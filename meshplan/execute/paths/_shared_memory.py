@@ -6,6 +6,7 @@ and reports missing ranks by itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -70,16 +71,11 @@ class SharedMemoryPath(Path):
     ) -> Callable[[Tensor, Tensor, int], None]:
         """The kernel's call without an operator: reduces its first tensor into its second one, both
         contiguous. Its last argument is the word of its ticket. In a ``reduce_scatter`` the second
-        tensor is this rank's shard, or its leaves, and shards are blocks of the flat summand.
+        tensor is this rank's shard, or its leaves, and the first dim is the one that is split.
         """
         mode = "leaves" if step.leaves else "scatter" if step.lengths else self.name
-        key = CallKey(
-            mode,
-            shape,
-            step.lengths,
-            dtype,
-            _arithmetic(step),
-        )
+        parts = tuple(n * math.prod(shape[1:]) for n in step.lengths)
+        key = CallKey(mode, shape, parts, dtype, _arithmetic(step))
         return partial(peers.run, peers.prepare(key))
 
     def _reduce(
