@@ -388,8 +388,6 @@ def run_list(
     """Run a collective of a list in few messages, from checked arguments. Without ``outs``, an
     all-reduce is in place.
     """
-    if not alone:
-        _compare_lists(kind, tensors, shards, options, group, apart, ticket)
     in_place = kind == "all_reduce" and outs is None
     outs = tensors if in_place else outs
 
@@ -407,12 +405,14 @@ def run_list(
         assert cut is not None
         return gather_tensor(tensor, second_group(group, tensor) if apart else group, cut, ticket)
 
-    results: dict[int, Tensor] = {}
+    if alone:
+        value = run_one(tensors[0], shards[0] if shards else None)
+        return [value if outs is None else outs[0].copy_(value)]
+    _compare_lists(kind, tensors, shards, options, group, apart, ticket)
+    results = [*tensors]
     for bucket in _buckets(tensors, options, shards):
-        parts, cuts = (
-            [tensors[i] for i in bucket],
-            [shards[i] for i in bucket if shards],
-        )
+        parts = [tensors[i] for i in bucket]
+        cuts = [shards[i] for i in bucket if shards]
         values: Sequence[Tensor]
         if len(bucket) == 1:
             values = [run_one(parts[0], cuts[0] if cuts else None)]
@@ -427,8 +427,7 @@ def run_list(
             results[i] = put(outs[i], value) if in_place and outs else value
     # Unless in place, all is read before it is written: a tensor of ``outs`` may share memory with
     # the input of another bucket.
-    found = [results[i] for i in range(len(results))]
-    return found if in_place or not outs else list(map(put, outs, found))
+    return results if in_place or not outs else list(map(put, outs, results))
 
 
 def _scatter_bucket(
@@ -521,7 +520,7 @@ def _buckets(
     """Positions of the tensors of each message; the same on every rank. Tensors of one device, and
     in a reduction of one dtype, are put together up to a size: in an all-gather, of the results.
     """
-    if len(tensors) == 1 or (options is not None and options.native):
+    if options is not None and options.native:
         yield from ([i] for i in range(len(tensors)))
         return
     kinds: dict[object, list[int]] = {}
