@@ -435,7 +435,9 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         refuse_forked()
         if OBSERVING.before is not None:
             OBSERVING.before(self, written[0].device)
-        kind, lane = written[0].device.type, None
+        first, lane = written[0], None
+        # Reading the name of a device takes longer.
+        kind = "cpu" if first.is_cpu else first.device.type
         if kind != "cpu" or self._create_lane is None:
             lane = self._find_device_lane(kind)
         on_device = None if lane is None else lane.find_group()
@@ -457,9 +459,11 @@ class MeshplanProcessGroup(DerivingProcessGroup):
                         run(self._find_lane(ticket.number), ticket)
             return written
 
-        start: Callable[[], dist.Work] = partial(self._thread.start, guarded, is_async)
-        if lane is not None:
-            start = partial(lane.start, partial(self._thread.call, guarded), written, is_async)
+        def start() -> dist.Work:
+            if lane is None:
+                return self._thread.start(guarded, is_async)
+            return lane.start(partial(self._thread.call, guarded), written, is_async)
+
         return start() if self._coalescing is None else self._coalescing.interrupt(start)
 
     def _reduce_inside(

@@ -391,21 +391,22 @@ class OrderedThread:
 
     def run(self, function: Callable[[], _Result]) -> _Result:
         """Call ``function`` in the same order, on the caller's thread if no call is before it."""
-        if self._turn.server == threading.get_ident():
-            return self._turn.call(function)
-        with self._turn.lock:
-            idle = self._turn.waiting == 0
+        turn = self._turn
+        if turn.server == threading.get_ident():
+            return turn.call(function)
+        with turn.lock:
+            idle = turn.waiting == 0
             if idle:
-                self._turn.waiting += 1
+                turn.waiting += 1
                 # Free: nothing runs and nothing waits.
-                self._turn.taken.acquire()
+                turn.taken.acquire()
         if not idle:
             found: _Result = self.submit(function).result()
             return found
         try:
-            return self._turn.call(function)
+            return turn.call(function)
         finally:
-            self._turn.end()
+            turn.end()
 
 
 class _Turn:
