@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from meshplan._torch import (
     SymmetricMemory,
@@ -39,17 +37,24 @@ class TransportError(RuntimeError):
         self.regions = regions
 
 
-class Regions(Protocol):
-    addresses: tuple[int, ...]  # of the regions in this process, in group order
+class Regions:
+    """Memory of all members; ``addresses`` of the regions in this process, in group order."""
+
+    def __init__(self, addresses: tuple[int, ...], release: Callable[[], None]) -> None:
+        self.addresses = addresses
+        self._release: Callable[[], None] | None = release
 
     def close(self) -> None:
         """Release the memory; no call is under way. A second call does nothing."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
 
 
-class Transport(Protocol):
-    @property
-    def name(self) -> str:
-        """Name in the report."""
+class Ipc:
+    """Memory that the driver allocates for us, so that no allocator's settings matter."""
+
+    name = "IPC"  # in the report
 
     def open(
         self,
@@ -62,70 +67,34 @@ class Transport(Protocol):
         """Zeroed regions of ``nbytes`` for all members, who call this together; ``rank`` is this
         rank's place among them. ``TransportError`` if not on this machine, or a member was missing.
         """
-
-
-class Ipc:
-    """Memory that the driver allocates for us, so that no allocator's settings matter."""
-
-    name = "IPC"
-
-    def open(
-        self,
-        device: Device,
-        nbytes: int,
-        rank: int,
-        exchange: Exchange,
-        farewell: Farewell,
-    ) -> Regions:
         driver = device.driver
         try:
             with driver.current():
                 own = driver.malloc(-(-nbytes // _ALIGNMENT) * _ALIGNMENT)
         except DriverError as error:
             raise TransportError(f"{nbytes} bytes of its device: {error}") from error
-        regions = _IpcRegions(device, own, rank, farewell)
+        mapped: list[int] = []
+
+        def release() -> None:
+            # A lost device, or another process's, has released its memory already.
+            with suppress(DriverError), driver.current():
+                while mapped:
+                    driver.unmap(mapped.pop())
+                # To free memory that others have mapped is undefined; then the process keeps it.
+                if farewell():
+                    driver.free(own)
+
+        regions = Regions((own,), release)
         try:
             with driver.current():
                 handles = exchange(driver.share(own).hex())
-                regions.map(handles)
+                for place, handle in enumerate(handles):
+                    if place != rank:
+                        mapped.append(driver.map(bytes.fromhex(handle)))
         except (DriverError, TransportError) as error:
             raise TransportError(str(error), regions) from error
+        regions.addresses = (*mapped[:rank], own, *mapped[rank:])
         return regions
-
-
-class _IpcRegions:
-    def __init__(self, device: Device, own: int, rank: int, farewell: Farewell) -> None:
-        self.addresses: tuple[int, ...] = (own,)
-        self._device = device
-        self._own: int | None = own
-        self._rank = rank
-        self._farewell = farewell
-        self._mapped: list[int] = []
-
-    def map(self, handles: Sequence[str]) -> None:
-        found = []
-        for place, handle in enumerate(handles):
-            if place == self._rank:
-                assert self._own is not None
-                found.append(self._own)
-                continue
-            address = self._device.driver.map(bytes.fromhex(handle))
-            self._mapped.append(address)
-            found.append(address)
-        self.addresses = tuple(found)
-
-    def close(self) -> None:
-        if self._own is None:
-            return
-        own, self._own = self._own, None
-        driver = self._device.driver
-        # A lost device, or another process's, has released its memory already.
-        with suppress(DriverError), driver.current():
-            while self._mapped:
-                driver.unmap(self._mapped.pop())
-            # To free memory that others have mapped is undefined; then the process keeps it.
-            if self._farewell():
-                driver.free(own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +130,8 @@ class Symmetric:
             raise TransportError(str(error).splitlines()[0]) from error
         if addresses[rank] != tensor.data_ptr():
             raise TransportError("torch's symmetric memory begins elsewhere than its tensor")
-        return _SymmetricRegions(tensor, handle, addresses)
+        held = [tensor, handle]
+        return Regions(addresses, held.clear)
 
 
-class _SymmetricRegions:
-    def __init__(self, tensor: Tensor, handle: Any, addresses: tuple[int, ...]) -> None:
-        self.addresses = addresses
-        self._held: tuple[Any, ...] = (tensor, handle)
-
-    def close(self) -> None:
-        self._held = ()
+Transport = Ipc | Symmetric
