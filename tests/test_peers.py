@@ -36,7 +36,7 @@ from meshplan.flatten import _connect, _missing
 from meshplan.flatten._connect import connect
 from meshplan.flatten._join import members_of
 from meshplan.kernel import Communicator
-from meshplan.kernel._communicator import Arithmetic, _communicators
+from meshplan.kernel._communicator import Arithmetic, CallKey, _communicators
 from meshplan.testing import assert_bitwise_equal
 from tests.devices import reduce_peers, wrong_golden, wrong_sizes
 from tests.inputs import FLOATS, INTEGERS, OPS, at_byte, draw_leaves
@@ -199,8 +199,9 @@ def test_failed_call_leaves_poison(path: str, why: str) -> None:
         how = Arithmetic("max" if odd else "sum", (3,), "tree", "wide", "once", None)
         if why == "late" and rank == 1:
             wait_for("the error", 2)
+        call = peers.prepare(CallKey(path, tuple(here.shape), parts, here.dtype, how))
         with pytest.raises(PeerTimeoutError if why == "late" else SignatureMismatchError):
-            peers.reduce(here, out, path, parts, how)
+            peers.run(call, here, out)
         arrive("the error")
         return bool((out.view(torch.int32) == -1).all())
 

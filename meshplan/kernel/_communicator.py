@@ -223,28 +223,10 @@ class Communicator(ABC, Generic[_Call]):
     def _run(self, call: _Call, message: Tensor, out: Tensor, ticket: int) -> None:
         """Reduce."""
 
-    def reduce(
-        self,
-        message: Tensor,
-        out: Tensor,
-        mode: str,
-        parts: tuple[int, ...],
-        how: Arithmetic,
-        ticket: int = NO_TICKET,
-    ) -> None:
-        """Reduce ``message`` with all peers into ``out``, both contiguous and on this device; the
-        other arguments are as in ``CallKey``, and ``ticket`` is the word of the call, equal on all
-        ranks. ``ContractError``, ``ContractTypeError`` and ``PolicyError`` if the contract does not
-        define the call, before anything is written; ``GroupStateError`` if closed or of another
-        process; ``PeerTimeoutError`` and ``SignatureMismatchError`` if other ranks are missing or
-        make another call.
-        """
-        key = CallKey(mode, tuple(message.shape), parts, message.dtype, how)
-        self.run(self.prepare(key), message, out, ticket)
-
     def prepare(self, key: CallKey) -> _Call:
-        """The call of ``key``, for ``run``: prepared once for many, with the errors of ``reduce``
-        that come before it waits.
+        """The call of ``key``, for ``run``: prepared once for many. ``ContractError``,
+        ``ContractTypeError`` and ``PolicyError`` if the contract does not define the call;
+        ``GroupStateError`` if closed or of another process.
         """
         with self._lock:
             self._check_usable()
@@ -260,7 +242,11 @@ class Communicator(ABC, Generic[_Call]):
             return call
 
     def run(self, call: _Call, message: Tensor, out: Tensor, ticket: int = NO_TICKET) -> None:
-        """``reduce``, by a prepared call; the caller has compared the tensors with its key."""
+        """Reduce ``message`` with all peers into ``out``, both contiguous, on this device and as in
+        the key of the call; ``ticket`` is its word, equal on all ranks. ``GroupStateError`` as for
+        ``prepare``; ``PeerTimeoutError`` and ``SignatureMismatchError`` if other ranks are missing
+        or make another call.
+        """
         with self._lock:
             self._check_usable()
             self._run(call, message, out, ticket)

@@ -32,7 +32,7 @@ from meshplan.definition import (
     refuse_flushing_thread,
 )
 from meshplan.errors import ContractTypeError
-from meshplan.kernel._communicator import Arithmetic, communicator
+from meshplan.kernel._communicator import Arithmetic, CallKey, communicator
 from meshplan.kernel._device_peers import fold_device, fold_plan, launch_fold
 from meshplan.kernel._host_peers import large_pages
 from meshplan.kernel._library import DTYPES, OPS, load
@@ -327,8 +327,9 @@ def _reduce(
     elif mode == "auto":
         mode = found.faster_mode(message.nbytes)
     how = Arithmetic(op, tuple(shape), order, accumulate, rounding, divisor)
+    key = CallKey(mode, tuple(message.shape), parts, message.dtype, how)
     started = time.perf_counter()
-    found.reduce(message, out, mode, parts, how, ticket)
+    found.run(found.prepare(key), message, out, ticket)
     if OBSERVING.observer is not None:
         seconds, dtype = time.perf_counter() - started, name_of(message.dtype)
         # If the caller is not a graph, it is a part of what that counts.
