@@ -22,7 +22,6 @@ from meshplan.cli._doctor import (
 )
 from meshplan.kernel._device_code import (
     Program,
-    RuntimeLibrary,
     compilers,
     prebuilt,
 )
@@ -147,9 +146,7 @@ def _check_compilers(gpus: bool) -> Diagnosis:
     what = "compilers of kernels for GPUs"
     kind: kernel.DriverKind = "hip" if torch.version.hip else "cuda"
     found = [
-        one.path if isinstance(one, Program) else Path(one.name).name
-        for one in compilers(kind)
-        if isinstance(one, Program | RuntimeLibrary)
+        one.path if isinstance(one, Program) else Path(one.name).name for one in compilers(kind)
     ]
     if prebuilt() is not None:
         found.insert(0, "compiled when meshplan was installed")

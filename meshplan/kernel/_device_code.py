@@ -9,7 +9,6 @@ A driver runs any image, so a folder is refused if another user could replace it
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import hashlib
 import logging
@@ -19,13 +18,12 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -60,17 +58,6 @@ def sources() -> Path:
     return inside if inside.is_dir() else package.parent / "csrc"
 
 
-class Compiler(Protocol):
-    @property
-    def identity(self) -> str:
-        """Version and flags: with sources and architecture, all that the result depends on."""
-
-    def compile(self, folder: Path, architecture: str) -> bytes:
-        """Compile the kernels in ``folder`` for ``sm_90``, ``gfx942`` or the like; ``CompileError``
-        has the output of the compiler.
-        """
-
-
 def compilers(kind: DriverKind) -> Iterator[Compiler]:
     """The compilers of this machine; those that need no toolkit come first."""
     for name in _libraries(kind):
@@ -93,9 +80,13 @@ class Program:
 
     @property
     def identity(self) -> str:
+        """Version and flags: with sources and architecture, all that the result depends on."""
         return f"{self._run('--version')} {self._flags('')}"
 
     def compile(self, folder: Path, architecture: str) -> bytes:
+        """Compile the kernels in ``folder`` for ``sm_90``, ``gfx942`` or the like; ``CompileError``
+        has the output of the compiler.
+        """
         with tempfile.TemporaryDirectory(prefix="meshplan") as out:
             image = Path(out) / "image"
             self._run(*self._flags(architecture), str(folder / _MAIN), "-o", str(image))
@@ -202,6 +193,9 @@ class RuntimeLibrary:
             log = self._text("Log", program) if program else b""
             output = log.decode(errors="replace").rstrip("\0\n")[:2000]
             raise CompileError(f"{self.name}: error {code}: {output}")
+
+
+Compiler = Program | RuntimeLibrary
 
 
 def _libraries(kind: DriverKind) -> Iterator[str]:
@@ -419,8 +413,6 @@ def kernel_name(dtype: torch.dtype, op: str, contract: Contract) -> str:
 # and must not be writable for others. The exception is a sticky bit, as on ``/tmp``: with it, users
 # can rename their own entries only.
 
-# As many as the system follows.
-_MAX_LINKS = 40
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -438,6 +430,8 @@ def check_private(folder: Path) -> None:
     """Check a folder that exists: ``PermissionError`` names the folder that another user can write
     to or replace, ``OSError`` if it cannot be read.
     """
+    # The system ends a circle of links here, with an error.
+    os.stat(folder)
     # Not only the target: a user who can replace a link can redirect it.
     for path, status in _components(folder.absolute()):
         if status.st_uid not in (0, os.geteuid()):
@@ -456,24 +450,9 @@ def check_private(folder: Path) -> None:
 
 def _components(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """Every folder and every link from the root to a path, in the order in which they are used."""
-    current = Path(path.anchor)
-    left = deque(path.parts[1:])
-    links = 0
-    yield current, os.lstat(current)
-    while left:
-        part = left.popleft()
-        if part == "..":
-            current = current.parent
-            continue
-        status = os.lstat(current / part)
-        yield current / part, status
-        if not stat.S_ISLNK(status.st_mode):
-            current = current / part
-            continue
-        links += 1
-        if links > _MAX_LINKS:
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-        target = Path(os.readlink(current / part))
-        if target.is_absolute():
-            current = Path(target.anchor)
-        left.extendleft(reversed(target.parts[1:] if target.is_absolute() else target.parts))
+    for one in (*reversed(path.parents), path):
+        place = Path(os.path.realpath(one.parent)) / one.name
+        status = os.lstat(place)
+        yield place, status
+        if stat.S_ISLNK(status.st_mode):
+            yield from _components(place.parent / os.readlink(place))
