@@ -30,6 +30,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from meshplan._bits import INTEGER_OF_SIZE, flatten
 from meshplan._dtypes import name_of
 from meshplan._torch import is_zerotensor
 from meshplan.kernel._library import DTYPES, available, library
@@ -47,12 +48,6 @@ _COPIED_BYTES = 4 << 20
 # In plain torch, on a CPU and elsewhere; temporary tensors are at most five times as large.
 _CPU_PIECE_BYTES = 1 << 20
 _PIECE_BYTES = 8 << 20
-_INTEGER_OF_SIZE = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-}
 
 
 def digest_table(tensors: Sequence[Tensor]) -> Tensor:
@@ -167,7 +162,7 @@ def integers(tensor: Tensor) -> Tensor:
     if plain.is_complex():
         plain = torch.view_as_real(plain)
     plain = plain.resolve_neg()
-    return plain.view(_INTEGER_OF_SIZE[plain.element_size()])
+    return plain.view(INTEGER_OF_SIZE[plain.element_size()])
 
 
 def byte_pieces(tensor: Tensor, size: int) -> Iterator[Tensor]:
@@ -178,7 +173,7 @@ def byte_pieces(tensor: Tensor, size: int) -> Iterator[Tensor]:
     plain = integers(tensor)
     if plain.is_contiguous():
         if plain.numel():
-            yield from torch.split(_flat(plain), size)
+            yield from torch.split(flatten(plain).view(torch.uint8), size)
         return
     held: list[Tensor] = []
     room = size
@@ -204,12 +199,7 @@ def _parts(plain: Tensor, size: int) -> Iterator[Tensor]:
             yield from _parts(one, size)
         return
     for rows in torch.split(plain, size // row):
-        yield _flat(rows.contiguous())
-
-
-def _flat(plain: Tensor) -> Tensor:
-    # A tensor of at most one element may have any strides, and ``view`` refuses some.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+        yield flatten(rows).view(torch.uint8)
 
 
 # The exact sum of the squares of floats: integers that any order of summation reproduces.
@@ -242,14 +232,14 @@ def sum_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     row = torch.zeros(ROW_WORDS, dtype=torch.int64, device=device)
     if device.type == "cpu" and available():
         for tensor in tensors:
-            dtype = _dtype_of(tensor)
+            dtype = tensor.dtype.to_real()
             for piece in byte_pieces(tensor, _PIECE * dtype.itemsize):
                 count = piece.numel() // dtype.itemsize
                 library().mp_add_squares(piece.data_ptr(), count, DTYPES[dtype], row.data_ptr())
         return row
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        by_dtype.setdefault(_dtype_of(tensor), []).append(tensor)
+        by_dtype.setdefault(tensor.dtype.to_real(), []).append(tensor)
     for dtype, found in by_dtype.items():
         for bits in _batches(found):
             _add(row, bits.to(torch.int64), *_FORMATS[dtype])
@@ -287,10 +277,6 @@ def carry(row: Tensor) -> Tensor:
     digits &= _DIGIT
     row[..., 1:_DIGITS] += carried
     return row
-
-
-def _dtype_of(tensor: Tensor) -> torch.dtype:
-    return tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
 
 
 def _batches(tensors: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -315,7 +315,7 @@ class Difference:
         self._add_distances(theirs, mine, like.dtype)
 
     def _add_distances(self, theirs: Tensor, mine: Tensor, dtype: torch.dtype) -> None:
-        real = dtype.to_real() if dtype.is_complex else dtype
+        real = dtype.to_real()
         if real not in FLOATS:
             return
         a, b = (one.clone().view(INTEGER_OF_SIZE[real.itemsize]) for one in (theirs, mine))

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from meshplan._bits import (
     FLOATS,
-    INTEGER_OF_SIZE,
     bytes_of,
     element_index,
     element_text,
@@ -22,6 +21,7 @@ from meshplan._bits import (
 )
 from meshplan._message_text import format_runs
 from meshplan._torch import AsyncCollectiveTensor
+from meshplan.kernel import integers
 from meshplan.testing._ranks import RankGroup
 
 
@@ -34,12 +34,8 @@ def bits(tensor: Tensor) -> Tensor:
         the imaginary part. A view where the tensor is contiguous, else a copy.
     """
     # A view of an unfinished asynchronous result would be read too early.
-    if isinstance(tensor, AsyncCollectiveTensor):
-        tensor = tensor.wait()
-    plain = tensor.detach().resolve_conj()
-    if plain.is_complex():
-        plain = torch.view_as_real(plain)
-    return plain.resolve_neg().contiguous().view(INTEGER_OF_SIZE[plain.element_size()])
+    finished = tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    return integers(finished).contiguous()
 
 
 def first_difference(actual: Tensor, expected: Tensor) -> str | None:
@@ -67,7 +63,7 @@ def first_difference(actual: Tensor, expected: Tensor) -> str | None:
     if count == 0:
         return None
     flat = int(differs.to(torch.uint8).argmax())
-    real = actual.dtype.to_real() if actual.is_complex() else actual.dtype
+    real = actual.dtype.to_real()
     pair = [one.flatten()[flat : flat + 1].cpu() for one in (found_bits, wanted_bits)]
     found_text, wanted_text = (element_text(one.view(torch.uint8), real) for one in pair)
     ulps = ""

@@ -56,12 +56,6 @@ _FORMATS = {
     torch.float32: _Format.of(32, 23),
     torch.float64: _Format.of(64, 52),
 }
-_SIGNED_OF_WIDTH = {
-    8: torch.int8,
-    16: torch.int16,
-    32: torch.int32,
-    64: torch.int64,
-}
 
 
 def reference_reduce(
@@ -171,7 +165,7 @@ def reference_reduce_tensors(
     first = found[0]
     check_dtype(op, first.dtype)
     width = 8 * first.itemsize
-    signed = _SIGNED_OF_WIDTH[width]
+    signed = getattr(torch, f"int{width}")
     flat = [leaf.reshape(-1).view(signed).tolist() for leaf in found]
     patterns = [[bits % (1 << width) for bits in leaf] for leaf in flat]
     result = reference_reduce(patterns, first.dtype, op, shape, contract, divisor=divisor)
