@@ -69,7 +69,7 @@ class SharedMemory:
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
-        self._map: mmap.mmap | None = mmap.mmap(descriptor, size)
+        self._map = mmap.mmap(descriptor, size)
         self._bytes: ctypes.Array[ctypes.c_char] | None = (ctypes.c_char * size).from_buffer(
             self._map
         )
@@ -91,7 +91,6 @@ class SharedMemory:
             os.close(descriptor)
             raise
         memory._descriptor = descriptor
-        assert memory._map is not None
         memory._map[:_NONCE_BYTES] = secrets.token_bytes(_NONCE_BYTES)
         return memory
 
@@ -103,7 +102,6 @@ class SharedMemory:
         try:
             if os.fstat(descriptor).st_size == handle.size:
                 memory = cls(descriptor, handle.size)
-                assert memory._map is not None
                 if memory._map[:_NONCE_BYTES].hex() == handle.nonce:
                     return memory
                 memory.close()
@@ -114,18 +112,15 @@ class SharedMemory:
     @property
     def handle(self) -> MemoryHandle:
         """For the others, until ``unshare``."""
-        assert self._map is not None
         assert self._descriptor is not None
         nonce = self._map[:_NONCE_BYTES].hex()
         return MemoryHandle(os.getpid(), self._descriptor, nonce, self.size)
 
     def note(self, place: int, number: int) -> None:
-        assert self._map is not None
         start = _NOTES + 4 * place
         self._map[start : start + 4] = number.to_bytes(4, "little")
 
     def read_note(self, place: int) -> int:
-        assert self._map is not None
         start = _NOTES + 4 * place
         return int.from_bytes(self._map[start : start + 4], "little")
 
@@ -144,10 +139,8 @@ class SharedMemory:
     def close(self) -> None:
         """Unmap it in this process. A second call does nothing."""
         self.unshare()
-        if self._map is not None:
-            self._bytes = None
-            self._map.close()
-            self._map = None
+        self._bytes = None
+        self._map.close()
 
 
 def _anonymous_file() -> int:

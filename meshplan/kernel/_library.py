@@ -123,17 +123,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "mp_fold": (
         _INT,
         [
-            *[
-                _POINTER,
-                ctypes.POINTER(_POINTER),
-                _INT,
-                _INT64,
-                _INT,
-                _INT,
-                _UINT,
-                _INT,
-                _INT,
-            ],
+            *[_POINTER, ctypes.POINTER(_POINTER), _INT, _INT64, _INT, _INT, _UINT, _INT, _INT],
             *[ctypes.POINTER(_INT), _INT, _UINT64, _INT],
         ],
     ),

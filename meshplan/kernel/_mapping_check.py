@@ -13,15 +13,15 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
+from meshplan.kernel._communicator import LINE_BYTES
 from meshplan.kernel._device_code import Device
 from meshplan.kernel._device_peers import tile_bytes
 from meshplan.kernel._driver import DriverError
 from meshplan.kernel._library import DeviceCall, Peers
 
 _WORD_BYTES = 16
-# A word for each writer; no two writers share a line.
-_LINE_BYTES = 64
 _POLL_SECONDS = 0.0005
 _KERNEL = "mp_probe"
 _LANES = 64
@@ -35,7 +35,7 @@ def _word(seed: str, writer: int, reader: int) -> bytes:
 
 def _places(nbytes: int, writer: int) -> tuple[int, int]:
     """Offsets of a writer's words in a region of ``nbytes``: near its start, and near its end."""
-    return _LINE_BYTES * writer, nbytes - _LINE_BYTES * (writer + 1)
+    return LINE_BYTES * writer, nbytes - LINE_BYTES * (writer + 1)
 
 
 def lost_word(
@@ -61,26 +61,25 @@ def lost_word(
     return None
 
 
-class HostProbe:
+class HostProbe(NamedTuple):
     """Words between processes that map one memory; the region of place p is at ``addresses[p]``."""
 
-    def __init__(self, addresses: Sequence[int], rank: int, nbytes: int) -> None:
-        self._addresses = addresses
-        self._rank = rank
-        self._nbytes = nbytes
+    addresses: Sequence[int]
+    rank: int
+    nbytes: int
 
     def write(self, seed: str) -> None:
-        for reader, address in enumerate(self._addresses):
-            for place in _places(self._nbytes, self._rank):
-                if reader != self._rank:
-                    word = _word(seed, self._rank, reader)
+        for reader, address in enumerate(self.addresses):
+            for place in _places(self.nbytes, self.rank):
+                if reader != self.rank:
+                    word = _word(seed, self.rank, reader)
                     ctypes.memmove(address + place, word, _WORD_BYTES)
 
     def take(self) -> list[list[bytes]]:
         """The words in this rank's region, by writer; then zeros them."""
         found = []
-        for writer in range(len(self._addresses)):
-            own = [self._addresses[self._rank] + p for p in _places(self._nbytes, writer)]
+        for writer in range(len(self.addresses)):
+            own = [self.addresses[self.rank] + p for p in _places(self.nbytes, writer)]
             found.append([ctypes.string_at(one, _WORD_BYTES) for one in own])
             for one in own:
                 ctypes.memset(one, 0, _WORD_BYTES)
