@@ -10,6 +10,7 @@ are the nearest number, except that once in some millions of arguments it is the
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -31,45 +32,31 @@ _ATANH = [1.0 / (2 * i + 1) for i in range(1, 13)]
 _CPU_PIECE, _PIECE = 1 << 15, 1 << 24
 
 
-def exp(values: Tensor) -> Tensor:
-    """e to the power of each element; a new contiguous tensor of the same shape and dtype."""
-    return _in_pieces(_exp, values)
-
-
-def log(values: Tensor) -> Tensor:
-    """The natural logarithm of each element; -inf of zero, NaN of negative numbers. As ``exp``."""
-    return _in_pieces(_log, values)
-
-
-def expm1(values: Tensor) -> Tensor:
-    """``exp(d) - 1`` of each element d, without cancellation. As ``exp``."""
-    return _in_pieces(_expm1, values)
-
-
-def k3(values: Tensor) -> Tensor:
-    """``exp(d) - d - 1`` of each element d, rounded once. As ``exp``.
-
-    Never negative, and exact to the last bits for small d too, where the terms would cancel.
-    """
-    return _in_pieces(_k3, values)
-
-
 def without_nan_payload(values: Tensor) -> Tensor:
     return values.masked_fill(values.isnan(), torch.nan)
 
 
-def _in_pieces(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """``function`` of float64 over all elements, rounded to their dtype."""
-    flat = values.detach().resolve_neg().reshape(-1)
-    result = torch.empty_like(flat, memory_format=torch.contiguous_format)
-    size = _CPU_PIECE if flat.device.type == "cpu" else _PIECE
-    for start in range(0, flat.numel(), size):
-        piece = flat[start : start + size].to(torch.float64)
-        result[start : start + size] = function(piece).to(values.dtype)
-    return without_nan_payload(result).view(values.shape)
+def _in_pieces(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``function`` of float64 over all elements, rounded to their dtype: a new contiguous tensor of
+    the same shape and dtype.
+    """
+
+    @functools.wraps(function)
+    def whole(values: Tensor) -> Tensor:
+        flat = values.detach().resolve_neg().reshape(-1)
+        result = torch.empty_like(flat, memory_format=torch.contiguous_format)
+        size = _CPU_PIECE if flat.device.type == "cpu" else _PIECE
+        for start in range(0, flat.numel(), size):
+            piece = flat[start : start + size].to(torch.float64)
+            result[start : start + size] = function(piece).to(values.dtype)
+        return without_nan_payload(result).view(values.shape)
+
+    return whole
 
 
-def _exp(x: Tensor) -> Tensor:
+@_in_pieces
+def exp(x: Tensor) -> Tensor:
+    """e to the power of each element."""
     x = x.clamp(-_LARGEST, _LARGEST)
     power = torch.round(x * _INVERSE_LN2)
     r = (x - power * _LN2_HIGH).sub_(power * _LN2_LOW)
@@ -80,7 +67,9 @@ def _exp(x: Tensor) -> Tensor:
     return result.mul_(_power_of_two(half)).mul_(_power_of_two(whole - half))
 
 
-def _log(x: Tensor) -> Tensor:
+@_in_pieces
+def log(x: Tensor) -> Tensor:
+    """The natural logarithm of each element; -inf of zero, NaN of negative numbers."""
     significand, exponent = torch.frexp(x)
     below = significand < _SQRT_HALF
     m = torch.where(below, significand * 2.0, significand)
@@ -95,21 +84,28 @@ def _log(x: Tensor) -> Tensor:
     return torch.where(x < 0.0, torch.nan, result)
 
 
-def _k3(d: Tensor) -> Tensor:
-    # _tail(d) is (exp(d) - 1 - d) / d^2 near zero.
+@_in_pieces
+def k3(d: Tensor) -> Tensor:
+    """``exp(d) - d - 1`` of each element d, rounded once.
+
+    Never negative, and exact to the last bits for small d too, where the terms would cancel.
+    """
     near = d.abs() <= 0.34
     small = torch.where(near, d, 0.0)
-    result = torch.where(near, _tail(small).mul_(small).mul_(small), (_exp(d) - 1.0).sub_(d))
+    result = torch.where(near, _tail(small).mul_(small).mul_(small), (exp(d) - 1.0).sub_(d))
     return torch.where(d == torch.inf, torch.inf, result)
 
 
-def _expm1(d: Tensor) -> Tensor:
+@_in_pieces
+def expm1(d: Tensor) -> Tensor:
+    """``exp(d) - 1`` of each element d, without cancellation."""
     near = d.abs() <= 0.34
     small = torch.where(near, d, 0.0)
-    return torch.where(near, _tail(small).mul_(small).mul_(small).add_(small), _exp(d) - 1.0)
+    return torch.where(near, _tail(small).mul_(small).mul_(small).add_(small), exp(d) - 1.0)
 
 
 def _tail(r: Tensor) -> Tensor:
+    """``(exp(r) - 1 - r) / r^2`` near zero."""
     return _polynomial(r, _TAYLOR)
 
 
