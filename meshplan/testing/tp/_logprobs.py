@@ -119,7 +119,7 @@ def selected_logprobs_tp_reference(
         output_dtype,
         reduction_dtype,
     )
-    check_coverage(selection.ids, selection.active, selection.covered_by(logit_shards))
+    check_coverage(selection.ids, selection.active, selection.count_owners())
     result: Tensor = _SelectedLogprobs.apply(selection, *logit_shards)  # type: ignore[no-untyped-call]
     return result
 
@@ -181,7 +181,7 @@ def selected_logprobs_distributed_tp_reference(
 
     selection, records = ranks.run(read, ShardError)
     ranks.check_equal([record["equal"] for record in records])
-    covered = ranks.sum_integers(selection.covered_by([local_logits]))
+    covered = ranks.sum_integers(selection.count_owners())
     check_coverage(selection.ids, selection.active, covered)
     shards = [tuple(record["shard"]) for record in records]
     _check_filled(shards, ranks)
@@ -194,7 +194,7 @@ def selected_logprobs_distributed_tp_reference(
 class _Selection:
     """The arguments apart from the logits."""
 
-    starts: Sequence[int]  # first token of each local shard
+    local: Sequence[LeafRange]  # the tokens of each local shard
     ids: Tensor  # int64 [*tokens] on the device of the logits
     active: Tensor  # bool [*tokens]; exactly one shard holds each active token
     temperature: float
@@ -218,23 +218,17 @@ class _Selection:
         check_temperature(temperature, reduction_dtype)
         ids = read_ids(token_ids).to(shards[0].device)
         active = read_mask(mask, ids)
-        sizes = [shard.shape[-1] for shard in shards]
-        return _Selection(
-            starts,
-            ids,
-            active,
-            float(temperature),
-            reduction_dtype,
-            output_dtype,
-            [(start, start + size) for start, size in zip(starts, sizes, strict=True)],
-        )
+        pairs = zip(starts, shards, strict=True)
+        local = [(start, start + shard.shape[-1]) for start, shard in pairs]
+        numbers = float(temperature), reduction_dtype, output_dtype
+        return _Selection(local, ids, active, *numbers, shards=local)
 
-    def find_owned(self, start: int, size: int) -> Tensor:
-        return self.active & (self.ids >= start) & (self.ids < start + size)
+    def find_owned(self, start: int, stop: int) -> Tensor:
+        return self.active & (self.ids >= start) & (self.ids < stop)
 
-    def local_index(self, start: int, size: int) -> Tensor:
+    def local_index(self, start: int, stop: int) -> Tensor:
         """int64 [*tokens, 1]: the index of a token in this shard; any index if it is not there."""
-        return (self.ids - start).clamp(0, size - 1).unsqueeze(-1)
+        return (self.ids.clamp(start, stop - 1) - start).unsqueeze(-1)
 
     def scale(self, shard: Tensor) -> Tensor:
         """The logits in the reduction dtype, divided by the temperature."""
@@ -246,11 +240,11 @@ class _Selection:
         # CUDA multiplies by the reciprocal of a Python number, which is not the IEEE division.
         return torch.div(values, torch.full_like(values[..., :1], self.temperature))
 
-    def covered_by(self, shards: Sequence[Tensor]) -> Tensor:
-        """int64 [*tokens]: how many of these shards hold an active token."""
+    def count_owners(self) -> Tensor:
+        """int64 [*tokens]: how many of the local shards hold an active token."""
         count = torch.zeros_like(self.ids)
-        for start, shard in zip(self.starts, shards, strict=True):
-            count += self.find_owned(start, shard.shape[-1])
+        for shard in self.local:
+            count += self.find_owned(*shard)
         return count
 
 
@@ -268,9 +262,9 @@ class _SelectedLogprobs(torch.autograd.Function):
             torch.zeros_like(selection.active),
         )
         blocks: list[tuple[LeafRange, Tensor]] = []
-        for start, x in zip(selection.starts, scaled, strict=True):
-            here = selection.find_owned(start, x.shape[-1])
-            index = selection.local_index(start, x.shape[-1])
+        for (start, stop), x in zip(selection.local, scaled, strict=True):
+            here = selection.find_owned(start, stop)
+            index = selection.local_index(start, stop)
             selected = torch.where(here, x.gather(-1, index).squeeze(-1), selected)
             owned |= here
             blocks += sum_blocks(exp(x - maximum.unsqueeze(-1)), start)
@@ -301,26 +295,25 @@ class _SelectedLogprobs(torch.autograd.Function):
         return (
             None,
             *(
-                _gradient(selection, start, shard, maximum, total, upstream) if needed else None
-                for start, shard, needed in zip(selection.starts, shards, wanted, strict=True)
+                _gradient(selection, here, shard, maximum, total, upstream) if needed else None
+                for here, shard, needed in zip(selection.local, shards, wanted, strict=True)
             ),
         )
 
 
 def _gradient(
     selection: _Selection,
-    start: int,
+    here: LeafRange,
     shard: Tensor,
     maximum: Tensor,
     total: Tensor,
     upstream: Tensor,
 ) -> Tensor:
-    size = shard.shape[-1]
     shares = exp(selection.scale(shard) - maximum.unsqueeze(-1)).div_(total.unsqueeze(-1))
     slope = torch.sub(torch.zeros_like(shares), shares)
-    index = selection.local_index(start, size)
+    index = selection.local_index(*here)
     own = slope.gather(-1, index)
-    hit = selection.find_owned(start, size).unsqueeze(-1)
+    hit = selection.find_owned(*here).unsqueeze(-1)
     slope.scatter_(-1, index, torch.where(hit, own + 1.0, own))
     result = selection.apply_temperature(slope.mul_(upstream.unsqueeze(-1)))
     result = result.masked_fill(~selection.active.unsqueeze(-1), 0.0).to(shard.dtype)
