@@ -265,15 +265,13 @@ class NcclModelProcessGroup(PythonProcessGroup):
 
 @dataclass(frozen=True)
 class _Algebra:
-    """One operation on one dtype: each leaf times ``factor``, joins, the result by ``divisor``.
-
-    ``own`` is what this rank multiplies its leaf by before it is sent: ranks may differ in it.
+    """One operation on one dtype: each leaf times ``factor`` before it is sent, in which ranks may
+    differ; joins; the result by ``divisor``.
     """
 
     join: Callable[..., Tensor]
     factor: Tensor | None = None
     divisor: int | None = None
-    own: Tensor | None = None
 
     @staticmethod
     def of(opts: Any, tensor: Tensor, size: int) -> _Algebra:
@@ -287,10 +285,10 @@ class _Algebra:
         floating = dtype in FLOATS
         if op == ReduceOp.AVG and dtype is not torch.bool:
             # 1/n is rounded to the dtype before it multiplies.
-            factor = torch.tensor(1.0 / size, dtype=torch.float64).to(dtype)
-            return _Algebra(torch.add, factor) if floating else _Algebra(torch.add, divisor=size)
+            factor = _read_factor(1.0 / size, dtype) if floating else None
+            return _Algebra(torch.add, factor, None if floating else size)
         if op == ReduceOp.PREMUL_SUM and floating:
-            return _Algebra(torch.add, own=_own_factor(factor_of(op), dtype))
+            return _Algebra(torch.add, _read_factor(factor_of(op), dtype))
         joins: list[tuple[Any, Callable[..., Tensor]]] = [
             (ReduceOp.SUM, torch.add),
             (ReduceOp.PRODUCT, torch.mul),
@@ -306,12 +304,10 @@ class _Algebra:
         )
 
     def scale(self, leaf: Tensor) -> Tensor:
-        return leaf if self.own is None else leaf * self.own
+        return leaf if self.factor is None else leaf * self.factor
 
     def evaluate(self, tree: order.Tree, parts: Tensor) -> Tensor:
         """Fold ``parts`` of shape (group size, elements); overwrites them."""
-        if self.factor is not None:
-            parts.mul_(self.factor)
         # Each rank is one leaf only, so the right operand's storage is free once it is used.
         total = order.fold(
             tree,
@@ -321,7 +317,7 @@ class _Algebra:
         return total if self.divisor is None else total.div_(self.divisor, rounding_mode="trunc")
 
 
-def _own_factor(given: float | Tensor, dtype: torch.dtype) -> Tensor:
+def _read_factor(given: float | Tensor, dtype: torch.dtype) -> Tensor:
     if not isinstance(given, Tensor):
         return torch.tensor(given, dtype=torch.float64).to(dtype)
     if given.dtype != dtype or given.numel() != 1:
