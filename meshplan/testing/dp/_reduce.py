@@ -6,7 +6,8 @@ One process computes the parts of all ranks, or the ranks of a process group one
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -16,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshplan._chunks import cover_range
+from meshplan._message_text import format_first
 from meshplan.collectives._options import AnyOp, read_op
 from meshplan.contract import Contract, Op
 from meshplan.definition import combine_leaves, finish_partials, partial_dtype
 from meshplan.errors import ContractError, GroupError
-from meshplan.testing._bitwise import digest
+from meshplan.testing._bitwise import digest, first_difference
 from meshplan.testing._ranks import RankGroup
 from meshplan.testing._segments import LeafRange, join_blocks
 from meshplan.testing.dp._leaves import (
@@ -33,6 +35,7 @@ from meshplan.testing.dp._leaves import (
 
 # Elements of one exchange, over all blocks of all ranks.
 _CHUNK = 1 << 24
+_SHOWN = 8
 
 PartialGradients = dict[str, Tensor]
 """Unfinished gradients of a block of leaves, without parameters that none of them uses."""
@@ -322,3 +325,49 @@ def _hash_model(model: nn.Module) -> str:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         whole.update(f"{name} {tensor.requires_grad} {digest(tensor)} ".encode())
     return whole.hexdigest()[:16]
+
+
+def compare_gradients(
+    candidate: Mapping[str, Tensor | None],
+    reference: Mapping[str, Tensor | None],
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+) -> None:
+    """Assert that two sets of gradients agree: in every bit, unless a tolerance is given.
+
+    Args:
+        candidate, reference: tensors on any device (or ``None``: no gradient) by parameter name.
+        rtol, atol: as for ``torch.testing.assert_close``, which then compares; NaNs are equal
+            there. With both 0, -0.0 is not 0.0.
+
+    Raises:
+        AssertionError: names the parameters that differ, and how.
+        ContractError: the two have different parameters, or a tolerance is negative or not finite.
+    """
+    if not all(0 <= tolerance < math.inf for tolerance in (rtol, atol)):
+        raise ContractError(f"rtol={rtol}, atol={atol}; pass finite tolerances, 0 or more")
+    if candidate.keys() != reference.keys():
+        lacks = sorted(reference.keys() - candidate.keys())
+        extra = sorted(candidate.keys() - reference.keys())
+        raise ContractError(
+            f"gradients of different parameters: {format_first(lacks, _SHOWN) or 'none'} only in "
+            f"the reference, {format_first(extra, _SHOWN) or 'none'} only in the candidate; "
+            "compare gradients of one model"
+        )
+    if rtol or atol:
+        pair = dict(candidate), dict(reference)
+        torch.testing.assert_close(*pair, rtol=rtol, atol=atol, equal_nan=True, check_device=False)
+        return
+    lines = []
+    for name, wanted in sorted(reference.items()):
+        found = candidate[name]
+        if found is None or wanted is None:
+            if found is not wanted:
+                side = "candidate" if found is None else "reference"
+                lines.append(f"{name}: no gradient in the {side}")
+        elif text := first_difference(found, wanted):
+            lines.append(f"{name}: {text}")
+    if lines:
+        head = f"gradients of {len(lines)} of {len(reference)} parameters differ in their bits"
+        raise AssertionError("\n  ".join([head, *lines[:_SHOWN]]))
