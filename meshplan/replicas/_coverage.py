@@ -326,12 +326,8 @@ class Coverage:
     def __str__(self) -> str:
         rows: dict[CoverageRow, _Tally] = {}
         for step in self.steps:
-            for found in step.rows:
-                tally = rows.setdefault(
-                    CoverageRow(*(found[name] for name in CoverageRow._fields)),
-                    _Tally(),
-                )
-                tally.add(found["count"], found["bytes"], found["seconds"])
+            for *key, count, nbytes, seconds in map(dict.values, step.rows):
+                rows.setdefault(CoverageRow(*key), _Tally()).add(count, nbytes, seconds)
         lines = [str(step) for step in self.steps]
         if rows:
             lines.append(

@@ -134,7 +134,7 @@ def verify_replicas(
     return ReplicaReport(
         tensors=len(compared),
         elements=sum(tensor.local.numel() for tensor in compared),
-        nbytes=sum(tensor.local.numel() * tensor.local.element_size() for tensor in compared),
+        nbytes=sum(tensor.local.nbytes for tensor in compared),
         by_axes=tuple(by_axes.items()),
         unreplicated=tuple(tensor.name for tensor in tensors if tensor.name not in names),
         step=step,
