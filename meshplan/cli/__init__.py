@@ -27,6 +27,8 @@ _VERBS = (
     "simulate",
     "topo",
 )
+# Verbs in the module of another one, and the functions that add them.
+_BESIDE = {"compare": ("_run", "add_compare"), "simulate": ("_plan", "add_simulate")}
 DASHES = "\0--"
 """Stands for ``--`` among the words of a script: argparse would remove it."""
 
@@ -76,7 +78,7 @@ def make_parser(verbs: Sequence[str] = _VERBS) -> argparse.ArgumentParser:
     command.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parsers = command.add_subparsers(dest="verb", required=True, metavar="verb")
     for name in verbs:
-        module, add = ("_plan", "add_simulate") if name == "simulate" else (f"_{name}", "add")
+        module, add = _BESIDE.get(name, (f"_{name}", "add"))
         getattr(import_module(f"meshplan.cli.{module}"), add)(parsers)
     return command
 

@@ -9,6 +9,7 @@ very large jobs the first ``MOST_GROUPS`` groups are timed, because each takes t
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +26,8 @@ from torch import Tensor
 
 from meshplan._torch import default_store
 from meshplan.cli._output import track
-from meshplan.cli._ranks import open_default_group
 from meshplan.collectives import deterministic_all_reduce
-from meshplan.errors import TopologyError
+from meshplan.errors import GroupStateError, TopologyError
 from meshplan.flatten import discover
 from meshplan.topology import Topology
 from meshplan.topology._links import TimedExchange, fit_links
@@ -45,13 +45,25 @@ _CALLS, _WARM_UP = 20, 2
 def measure(backend: str | None, repeat: int, timeout: float) -> tuple[str, str]:
     """The links as JSON, and a line about them; the same on all ranks."""
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    with open_default_group(backend, timeout) as device:
+    device = torch.device("cpu")
+    if backend == "nccl":
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if not dist.is_nccl_available() or local_rank >= torch.cuda.device_count():
+            raise GroupStateError(
+                f"backend nccl needs a GPU for each rank, and local rank {local_rank} has none; "
+                "use --backend gloo"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    try:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         if world_size == 1:
             raise TopologyError("one rank has no links; start two ranks or more")
-        store = default_store()
-        cluster = discover(store, rank, world_size, timeout)
+        cluster = discover(default_store(), rank, world_size, timeout)
         found = time_exchanges(cluster.topology, device, repeat, timeout)
+    finally:
+        dist.destroy_process_group()
     links, error = fit_links(found)
     about: dict[str, Any] = {
         "ranks": world_size,

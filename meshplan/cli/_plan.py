@@ -508,31 +508,23 @@ def _predict_rows(
         if spec.kind == "partial" and layout.sizes[i] > 1
     )
     orders: list[Steps] = [read_steps(order) for order in given.reduce_order]
-    named = [(format_steps(steps), steps) for steps in orders]
-
+    both = given.algorithm == "both"
+    every: Any = "best" if both else given.algorithm
+    ways = [(format_steps(steps), steps, every) for steps in orders]
+    if not orders and not given.flat and (len(wide) > 1 or given.mesh is None):
+        ways = [("torch, axis by axis", tuple((axis,) for axis in wide), every)]
+    if wide and (given.flat or not orders):
+        algorithms = ["ring", "tree"] if both else [given.algorithm]
+        ways += [(f"one {name}", (wide,), name) for name in algorithms]
+    found = [("meshplan", planner.predict_plan(problem))]
+    for name, steps, one in ways:
+        found.append((name, planner.predict_backend(problem, steps, one, model.calibration)))
     rows: list[_Row] = []
-
-    def add(name: str, found: Prediction) -> None:
-        low, high = model.errors.widen(found.cost)
+    for name, prediction in found:
+        low, high = model.errors.widen(prediction.cost)
         plan = rows[0] if rows and rows[0].low else None
         ratios = () if plan is None else (low / plan.high, high / plan.low)
-        rows.append(_Row(name, found, low, high, [float(f"{one:.2g}") for one in ratios]))
-
-    def add_backend(name: str, steps: Steps, algorithm: Any) -> None:
-        add(
-            name,
-            planner.predict_backend(problem, steps, algorithm, model.calibration),
-        )
-
-    add("meshplan", planner.predict_plan(problem))
-    if not orders and not given.flat and (len(wide) > 1 or given.mesh is None):
-        named = [("torch, axis by axis", tuple((axis,) for axis in wide))]
-    algorithms: list[Any] = ["ring", "tree"] if given.algorithm == "both" else [given.algorithm]
-    every: Any = "best" if given.algorithm == "both" else given.algorithm
-    for name, steps in named:
-        add_backend(name, steps, every)
-    for one in algorithms if wide and (given.flat or not given.reduce_order) else ():
-        add_backend(f"one {one}", (wide,), one)
+        rows.append(_Row(name, prediction, low, high, [float(f"{one:.2g}") for one in ratios]))
     return rows
 
 

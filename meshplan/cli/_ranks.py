@@ -1,47 +1,21 @@
-"""The ranks of a job that torchrun started: their default group and their placement."""
+"""The placement of the ranks of a job that torchrun started."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import timedelta
 
-import torch
-import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from meshplan._torch import Store
 from meshplan.cli._options import require_launcher
-from meshplan.errors import GroupError, GroupStateError, TopologyError
+from meshplan.errors import GroupError, TopologyError
 from meshplan.flatten import discover
 from meshplan.flatten._agree import AnsweringStore
 from meshplan.topology import Cluster
 
 _DONE = "meshplan/lint/done"
-
-
-@contextmanager
-def open_default_group(backend: str, timeout: float) -> Iterator[torch.device]:
-    """The default group while it is needed, with ``timeout`` seconds for every wait, and the device
-    of its tensors: for ``"nccl"`` a GPU, else the CPU.
-    """
-    device = torch.device("cpu")
-    if backend == "nccl":
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if not dist.is_nccl_available() or local_rank >= torch.cuda.device_count():
-            raise GroupStateError(
-                f"backend nccl needs a GPU for each rank, and local rank {local_rank} has none; "
-                "use --backend gloo"
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
 
 
 def find_live_cluster(environ: Mapping[str, str], timeout: float) -> Cluster:

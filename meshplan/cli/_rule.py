@@ -50,19 +50,8 @@ def explain_rules(given: argparse.Namespace) -> str:
 def _describe(code: str) -> dict[str, Any]:
     if code in RULES:
         one = RULES[code]
-        kind, name, severity, summary = (
-            "rule",
-            one.name,
-            one.severity,
-            one.summary,
-        )
+        found = ("rule", one.name, one.severity, one.summary)
     else:
-        kind, name, severity = "error", ERRORS[code].__name__, "error"
-        summary = inspect.cleandoc(ERRORS[code].__doc__ or "").partition("\n")[0].replace("``", "`")
-    return {
-        "code": code,
-        "kind": kind,
-        "name": name,
-        "severity": severity,
-        "summary": summary,
-    }
+        first = inspect.cleandoc(ERRORS[code].__doc__ or "").partition("\n")[0]
+        found = ("error", ERRORS[code].__name__, "error", first.replace("``", "`"))
+    return {"code": code, **dict(zip(("kind", "name", "severity", "summary"), found, strict=True))}

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 -m meshplan run --report run.json train.py --lr 1e-3
 
 The script runs as ``__main__`` of this process, as it does alone: the same arguments, output,
-traceback and exit status.
+traceback and exit status. ``meshplan compare``: the first difference of two certificates that it
+wrote, or two reports side by side.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from meshplan._needs_torch import import_with_torch
 from meshplan.cli._options import add_switches, add_texts, add_verb, read_number
-from meshplan.cli._output import refuse, try_to_open
+from meshplan.cli._output import refuse, say, try_to_open
 from meshplan.errors import MeshplanError, PolicyError
 
 
@@ -61,6 +62,23 @@ def add(verbs: Any) -> None:
     option("script", help="the training script, or the module")
     words = option("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
     words.required = False  # for the message about a missing script
+
+
+def add_compare(verbs: Any) -> None:
+    what = "compare the certificates, or the reports, of two runs"
+    about = "Certificates: the first step and tensor that differ, and the conditions that do."
+    about += " Reports: verdicts and time per step. 0: same. 1: different. 2: cannot be compared."
+    argument = add_verb(verbs, "compare", compare, what, description=about).add_argument
+    argument("first", metavar="A", help="a file of meshplan run --certify or --report")
+    argument("second", metavar="B", help="one of another run")
+
+
+def compare(given: argparse.Namespace) -> int:
+    """Print what differs, and return the status."""
+    compare_files = import_with_torch("meshplan.run._compare", "meshplan compare").compare_files
+    text, status = compare_files(given.first, given.second)
+    say(f"{text}\n")
+    return int(status)
 
 
 # Options with the names and values of settings.
