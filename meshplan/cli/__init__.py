@@ -28,7 +28,11 @@ _VERBS = (
     "topo",
 )
 # Verbs in the module of another one, and the functions that add them.
-_BESIDE = {"compare": ("_run", "add_compare"), "simulate": ("_plan", "add_simulate")}
+_BESIDE = {
+    "compare": ("_run", "add_compare"),
+    "simulate": ("_plan", "add_simulate"),
+    "topo": ("_diagnose", "add_topo"),
+}
 DASHES = "\0--"
 """Stands for ``--`` among the words of a script: argparse would remove it."""
 

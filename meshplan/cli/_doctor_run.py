@@ -28,6 +28,9 @@ from meshplan.kernel._device_code import (
 from meshplan.topology._locate import locate_rank
 
 
+_INSTALL_COMPILER = "pip install nvidia-cuda-nvrtc, or install nvcc or hipcc"
+
+
 def diagnose() -> list[Diagnosis]:
     gpus = torch.cuda.is_available()
     location = locate_rank(os.environ)
@@ -114,8 +117,7 @@ def _check_devices(gpus: bool) -> list[Diagnosis]:
     try:
         device = kernel.device_of(0)
     except (kernel.DriverError, kernel.CompileError) as error:
-        remedy = "reductions take the path exchange, over the backend; pip install "
-        remedy += "nvidia-cuda-nvrtc, or install nvcc or hipcc"
+        remedy = f"reductions take the path exchange, over the backend; {_INSTALL_COMPILER}"
         return [Diagnosis(what, f"{count}, without kernels: {error}", remedy)]
     blocks = min(device.processors, kernel.MAX_BLOCKS)
     found = f"{count}, with kernels of {blocks} blocks; path exchange by default"
@@ -151,5 +153,4 @@ def _check_compilers(gpus: bool) -> Diagnosis:
     if prebuilt() is not None:
         found.insert(0, "compiled when meshplan was installed")
     text = ", ".join(dict.fromkeys(found)) or "none"
-    remedy = "pip install nvidia-cuda-nvrtc, or install nvcc or hipcc"
-    return Diagnosis(what, text, remedy if gpus and not found else "")
+    return Diagnosis(what, text, _INSTALL_COMPILER if gpus and not found else "")

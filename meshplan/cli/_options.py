@@ -29,22 +29,20 @@ _DTYPES = {
 }
 _COMMA = re.compile(r",(?![^()]*\))")
 _PLACEMENT = re.compile(r"[A-Z](\([a-z0-9]{1,8}\))?")
+_TOPOLOGY = "a file in a format that meshplan topo reads, or - for standard input; repeat it "
+_TOPOLOGY += "for heterogeneous hosts"
+_HOSTS = "number of hosts; or a list such as 8,8,4: the ranks of each host, or with several "
+_HOSTS += "files the number of hosts of each"
+_DOMAIN = "GPUs that NVLink or xGMI joins; above the size of a host: a clique of hosts"
+_ORDER = "block (default), cyclic, plane=N, or a file with the host of each rank"
 PLACEMENT_OPTIONS = {
-    "topology": "a file in a format that meshplan topo reads, or - for standard input; repeat it "
-    "for heterogeneous hosts",
-    "hosts": "number of hosts; or a list such as 8,8,4: the ranks of each host, or with several "
-    "files the number of hosts of each",
-    "node_size": "ranks on each host",
-    "domain_size": "GPUs that NVLink or xGMI joins; above the size of a host: a clique of hosts",
-    "rank_order": "block (default), cyclic, plane=N, or a file with the host of each rank",
+    "topology": ("FILE", _TOPOLOGY),
+    "hosts": ("N", _HOSTS, "--nodes", "--nnodes"),
+    "node_size": ("N", "ranks on each host", "--gpus-per-node", "--nproc-per-node"),
+    "domain_size": ("N", _DOMAIN),
+    "rank_order": ("ORDER", _ORDER),
 }
-"""The options that place ranks on hosts."""
-# Of torchrun, srun and others.
-_ALIASES = {
-    "hosts": ("--nodes", "--nnodes"),
-    "node_size": ("--gpus-per-node", "--nproc-per-node"),
-}
-_PLACEMENT_VALUES = {"topology": "FILE", "rank_order": "ORDER"}
+"""The options that place ranks: value, help, and the flags of torchrun, srun and others."""
 REPEATED: dict[str, Any] = {"action": "append", "default": []}
 
 
@@ -111,13 +109,9 @@ def check_timeout(timeout: float) -> None:
 
 def add_placement(parser: argparse.ArgumentParser) -> Any:
     group = parser.add_argument_group("placement of ranks")
-    for name, text in PLACEMENT_OPTIONS.items():
-        flags, value = (
-            (_format_flag(name), *_ALIASES.get(name, ())),
-            _PLACEMENT_VALUES.get(name, "N"),
-        )
+    for name, (value, text, *others) in PLACEMENT_OPTIONS.items():
         options = REPEATED if name == "topology" else {}
-        group.add_argument(*flags, metavar=value, help=text, **options)
+        group.add_argument(_format_flag(name), *others, metavar=value, help=text, **options)
     return group
 
 
