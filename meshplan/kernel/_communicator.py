@@ -179,6 +179,7 @@ class Communicator(ABC, Generic[_Call]):
     """
 
     device_type: str
+    one_shot_bytes: int  # up to how many bytes one-shot is the faster mode; it cannot change a bit
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int, timeout: float) -> None:
         self.name = name
@@ -202,11 +203,6 @@ class Communicator(ABC, Generic[_Call]):
     def abort(self) -> None:
         """End the call under way, if this kind of memory can, and refuse later ones."""
         self.alive = False
-
-    @property
-    @abstractmethod
-    def one_shot_bytes(self) -> int:
-        """Up to how many bytes one-shot is the faster mode. It cannot change a bit."""
 
     def faster_mode(self, nbytes: int) -> PeerMode:
         return "one_shot" if nbytes <= self.one_shot_bytes else "two_shot"
@@ -265,13 +261,10 @@ class Communicator(ABC, Generic[_Call]):
 
     def _error(self, outcome: Outcome, signature: Signature) -> Exception:
         who, me = self.ranks[outcome.rank], self.ranks[self.rank]
-        mine = str(read_words(signature.words))
+        mine = read_words(signature.words)
         among = ranks_text(self.ranks)
         if outcome.fate == _DIFFERS:
-            records = {
-                who: read_words(outcome.theirs.words),
-                me: read_words(signature.words),
-            }
+            records = {who: read_words(outcome.theirs.words), me: mine}
             unlike = outcome.theirs.words[CALL_WORD] != signature.words[CALL_WORD]
             advice = UNLIKE_CALLS if unlike else _UNLIKE_TENSORS
             return SignatureMismatchError(

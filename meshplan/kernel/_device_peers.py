@@ -439,7 +439,8 @@ class DeviceCommunicator(Communicator[_Call]):
         self._device = device
         self._regions = regions
         self._lanes = lanes
-        self._one_shot_bytes = one_shot_bytes
+        usual = next(size for most, size in DEVICE_ONE_SHOT_BYTES if self.size <= most)
+        self.one_shot_bytes = usual if one_shot_bytes is None else one_shot_bytes
         self._peers = Peers(world=self.size, rank=rank, blocks=blocks, tile=tile_bytes(self.size))
         self._peers.region[: self.size] = regions.addresses
         with device.driver.current():
@@ -452,12 +453,6 @@ class DeviceCommunicator(Communicator[_Call]):
 
     def __str__(self) -> str:
         return f"memory of {self.size} GPUs"
-
-    @property
-    def one_shot_bytes(self) -> int:
-        if self._one_shot_bytes is not None:
-            return self._one_shot_bytes
-        return next(size for most, size in DEVICE_ONE_SHOT_BYTES if self.size <= most)
 
     def check(self) -> None:
         """Raise the error that a kernel has reported, if there is one."""

@@ -116,6 +116,12 @@ _POINTER, _TEXT, _UINT, _SIZE = (
     ctypes.c_uint,
     ctypes.c_size_t,
 )
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_char * IPC_HANDLE_BYTES),)
+
+
 # By purpose: the names, and the types of the arguments.
 _FUNCTIONS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     "load": ("cuModuleLoadData", "hipModuleLoadData", (_POINTER, _TEXT)),
@@ -135,6 +141,7 @@ _FUNCTIONS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     "host_malloc": ("cuMemHostAlloc", "hipHostMalloc", (_POINTER, _SIZE, _UINT)),
     "host_free": ("cuMemFreeHost", "hipHostFree", (_POINTER,)),
     "share": ("cuIpcGetMemHandle", "hipIpcGetMemHandle", (_POINTER, _POINTER)),
+    "map": ("cuIpcOpenMemHandle_v2", "hipIpcOpenMemHandle", (_POINTER, _IpcHandle, _UINT)),
     "unmap": ("cuIpcCloseMemHandle", "hipIpcCloseMemHandle", (_POINTER,)),
     "create_event": ("cuEventCreate", "hipEventCreateWithFlags", (_POINTER, _UINT)),
     "destroy_event": ("cuEventDestroy_v2", "hipEventDestroy", (_POINTER,)),
@@ -177,10 +184,6 @@ class DriverError(RuntimeError):
     """A call of the driver failed, or there is no driver. Not raised to users."""
 
 
-class _IpcHandle(ctypes.Structure):
-    _fields_ = (("bytes", ctypes.c_char * IPC_HANDLE_BYTES),)
-
-
 class Driver:
     """The driver, for the device of ``index`` as this process counts them. ``library`` is a file to
     load in place of the one that this process uses. ``DriverError`` if there is no driver, if it
@@ -201,12 +204,9 @@ class Driver:
                 function.restype = ctypes.c_int
                 function.argtypes = arguments
                 self._functions[purpose] = function
-            opens = "cuIpcOpenMemHandle_v2" if kind == "cuda" else "hipIpcOpenMemHandle"
-            self._open: Any = getattr(self._library, opens)
             self._record_flags: Any = getattr(self._library, _RECORD_EXTERNAL[kind == "hip"], None)
         except (OSError, AttributeError) as error:
             raise DriverError(f"{name}: {error}") from error
-        self._open.argtypes = (_POINTER, _IpcHandle, _UINT)
         if self._record_flags is not None:
             self._record_flags.argtypes = (_POINTER, _POINTER, _UINT)
         if kind == "hip":
@@ -236,12 +236,12 @@ class Driver:
         mode = ctypes.c_int(_RELAXED)
         self._run("capture_mode", ctypes.byref(mode))
         try:
-            return self._create(self._functions["load"], image)
+            return self._create("load", image)
         finally:
             self._run("capture_mode", ctypes.byref(mode))
 
     def function(self, module: int, name: str) -> int:
-        return self._create(self._functions["function"], module, name.encode())
+        return self._create("function", module, name.encode())
 
     def launch(
         self,
@@ -256,7 +256,7 @@ class Driver:
     def malloc(self, nbytes: int) -> int:
         """Zeroed memory that can be shared: no allocator caches it. On HIP it is uncached."""
         flags = () if self.kind == "cuda" else (_UNCACHED,)
-        address = self._create(self._functions["malloc"], nbytes, *flags)
+        address = self._create("malloc", nbytes, *flags)
         self._run("fill", address, 0, nbytes)
         self.synchronize()
         return address
@@ -266,7 +266,7 @@ class Driver:
 
     def host_malloc(self, nbytes: int) -> int:
         """Zeroed memory of the host that the device writes to under the same address."""
-        address = self._create(self._functions["host_malloc"], nbytes, _HOST_FLAGS)
+        address = self._create("host_malloc", nbytes, _HOST_FLAGS)
         ctypes.memset(address, 0, nbytes)
         return address
 
@@ -280,13 +280,13 @@ class Driver:
 
     def map(self, handle: bytes) -> int:
         """The memory that another process shares. It has to outlive this mapping."""
-        return self._create(self._open, _IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
+        return self._create("map", _IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
 
     def unmap(self, address: int) -> None:
         self._run("unmap", address)
 
     def event(self) -> int:
-        return self._create(self._functions["create_event"], _NO_TIMING)
+        return self._create("create_event", _NO_TIMING)
 
     def destroy_event(self, event: int) -> None:
         self._run("destroy_event", event)
@@ -328,9 +328,9 @@ class Driver:
     def synchronize(self) -> None:
         self._run("synchronize")
 
-    def _create(self, function: Any, *arguments: Any) -> int:
+    def _create(self, purpose: str, *arguments: Any) -> int:
         result = ctypes.c_void_p()
-        self._check(function(ctypes.byref(result), *arguments))
+        self._run(purpose, ctypes.byref(result), *arguments)
         return result.value or 0
 
     def _run(self, purpose: str, *arguments: Any) -> None:

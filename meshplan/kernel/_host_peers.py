@@ -223,6 +223,7 @@ class HostCommunicator(Communicator[PeerCall]):
     ) -> None:
         super().__init__(name, ranks, rank, timeout)
         world, size = len(ranks), region_bytes(len(ranks))
+        self.one_shot_bytes = next(size for most, size in ONE_SHOT_BYTES if world <= most)
         self._peers = Peers(world=world, rank=rank, blocks=1, tile=_tile(world))
         self._peers.region[:world] = [memory.address + place * size for place in range(world)]
         self._outcome = Outcome()
@@ -241,10 +242,6 @@ class HostCommunicator(Communicator[PeerCall]):
 
     def __str__(self) -> str:
         return f"shared memory of {len(self.ranks)} ranks"
-
-    @property
-    def one_shot_bytes(self) -> int:
-        return next(size for most, size in ONE_SHOT_BYTES if self.size <= most)
 
     def set_timeout(self, seconds: float) -> None:
         super().set_timeout(seconds)

@@ -103,13 +103,12 @@ class DeviceProbe:
         size = len(addresses)
         self._peers = Peers(world=size, rank=rank, blocks=blocks, tile=tile_bytes(size))
         self._peers.region[:size] = addresses
-        self._rank = rank
         self._wait = wait
 
     def write(self, seed: str) -> None:
         """Write a word to each peer; ``DriverError`` if the kernel failed, or took too long."""
         size = self._peers.world
-        words = b"".join(_word(seed, self._rank, reader) for reader in range(size))
+        words = b"".join(_word(seed, self._peers.rank, reader) for reader in range(size))
         with self._staging(len(words)) as staging:
             ctypes.memmove(staging, words, len(words))
             self._launch(staging, None)
