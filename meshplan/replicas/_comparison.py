@@ -337,7 +337,16 @@ def compare_elements(
     )
     numel = torch.Size(mine).numel()
     if mine != theirs:
-        return Elements(rank, 0, None, "", "", None, numel, (mine, theirs))
+        return Elements(
+            rank=rank,
+            count=0,
+            index=None,
+            value="",
+            reference="",
+            max_ulps=None,
+            numel=numel,
+            shapes=(mine, theirs),
+        )
     # Only the two exchange pieces; the others wait for the result in the broadcast.
     found, start = Difference(), 0
     if channel.position in (reference, other):

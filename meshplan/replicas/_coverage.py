@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple, get_args
@@ -192,18 +192,15 @@ class CoverageStep:
     def rows(self) -> tuple[dict[str, Any], ...]:
         """By kind, reduction and call site: JSON-ready dicts with ``count``, bytes and seconds."""
         with self._lock:
-            return tuple(
-                row._asdict() | {name: getattr(tally, name) for name in _Tally.__slots__}
-                for row, tally in self._rows.items()
-            )
+            return tuple(row._asdict() | asdict(tally) for row, tally in self._rows.items())
 
     def to_scalars(self) -> dict[str, float]:
         """Numbers for TensorBoard or W&B, such as ``meshplan/outside/count``."""
         with self._lock:
             return {
-                f"meshplan/{kind.replace(' ', '_')}/{name}": getattr(tally, name)
+                f"meshplan/{kind.replace(' ', '_')}/{name}": value
                 for kind, tally in self._totals.items()
-                for name in _Tally.__slots__
+                for name, value in asdict(tally).items()
             }
 
     def add(self, row: CoverageRow, nbytes: int, seconds: float, source: Source | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -125,10 +126,9 @@ def verify_replicas(
         options = CheckOptions(step, details, holds_fsdp(source), ticket.number)
         parts = _compare(tensors, mesh, distinct, f"step {step}", options)
     sets = [(part.layout, one) for part in parts for one in part.sets]
-    by_axes: dict[tuple[str, ...], int] = {}
+    by_axes = Counter[tuple[str, ...]]()
     for layout, one in sets:
-        labels = axis_labels(layout, one.axes)
-        by_axes[labels] = by_axes.get(labels, 0) + len(one.tensors)
+        by_axes[axis_labels(layout, one.axes)] += len(one.tensors)
     compared = [tensor for _, one in sets for tensor in one.tensors]
     names = {tensor.name for tensor in compared}
     return ReplicaReport(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -45,11 +46,8 @@ def split_batch(
         ContractError: (a ValueError) no tensors, sizes that differ, a number of samples that is
             not a multiple of ``samples_per_leaf``, or of it times ``world`` (unless ``uneven``).
     """
-    start, parts = 0, []
-    for count in samples_per_rank(batch_size(batch), world, uneven, samples_per_leaf):
-        parts.append(_range(batch, start, start + count))
-        start += count
-    return parts
+    counts = samples_per_rank(batch_size(batch), world, uneven, samples_per_leaf)
+    return [_range(batch, *ends) for ends in pairwise(accumulate(counts, initial=0))]
 
 
 def samples_per_rank(samples: int, world: int, uneven: bool, samples_per_leaf: int) -> list[int]:
