@@ -276,7 +276,9 @@ def _cached(compiler: Compiler, architecture: str, wait: float) -> bytes:
         with _locked(cache / f"{architecture}.lock", wait):
             if not image.exists():
                 _write(image, _compile(compiler, folder, architecture))
-                _prune(cache)
+                images = sorted(cache.glob("*.image"), key=lambda path: path.stat().st_mtime)
+                for old in images[:-MAX_IMAGES]:
+                    old.unlink(missing_ok=True)
             return image.read_bytes()
     except OSError as error:
         _LOG.warning("compiled kernels cannot be kept (%s); set MESHPLAN_CACHE", error)
@@ -326,12 +328,6 @@ def _write(path: Path, content: bytes) -> None:
     except BaseException:
         os.unlink(name)
         raise
-
-
-def _prune(cache: Path) -> None:
-    images = sorted(cache.glob("*.image"), key=lambda path: path.stat().st_mtime)
-    for path in images[:-MAX_IMAGES]:
-        path.unlink(missing_ok=True)
 
 
 class Device:
