@@ -27,7 +27,7 @@ _NOTHING = nullcontext()
 
 def span(*words: str) -> AbstractContextManager[None]:
     profiled = profiler_enabled()
-    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    on_cuda = torch.cuda.is_initialized()
     if not profiled and not on_cuda:
         return _NOTHING
     return _span(f"meshplan::{' '.join(words)}", profiled, on_cuda)
@@ -39,13 +39,13 @@ def _span(name: str, profiled: bool, on_cuda: bool) -> Iterator[None]:
         if on_cuda:
             # A torch that was built without NVTX says so with this error.
             with suppress(RuntimeError):
-                torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+                torch.cuda.nvtx.range_push(name)
                 stack.callback(torch.cuda.nvtx.range_pop)
         if profiled:
             recorded = torch.profiler.record_function(name)
             # It is an operator of torch: modes that trace or count operators must not see it.
             with disable_current_modes():
-                recorded.__enter__()  # type: ignore[no-untyped-call]
+                recorded.__enter__()
             stack.callback(_leave, recorded)
         yield
 

@@ -27,7 +27,6 @@ from meshplan.kernel._device_code import (
 )
 from meshplan.topology._locate import locate_rank
 
-
 _INSTALL_COMPILER = "pip install nvidia-cuda-nvrtc, or install nvcc or hipcc"
 
 
@@ -72,7 +71,7 @@ def _check_backends(gpus: bool) -> Diagnosis:
 
 def _read_nccl_version() -> str:
     try:
-        return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        return ".".join(map(str, torch.cuda.nccl.version()))
     except (AttributeError, RuntimeError):
         return ""
 

@@ -86,7 +86,7 @@ def reduce_simulated(
 
 
 def _join_ranks(ranks: dict[int, Tensor]) -> Tensor:
-    return LocalTensor(ranks)  # type: ignore[no-untyped-call]
+    return LocalTensor(ranks)
 
 
 def _pad(local: Tensor, length: int) -> Tensor:

@@ -221,7 +221,7 @@ def change_facts() -> None:
 
 
 def mesh_entry(device_mesh: DeviceMesh) -> MeshEntry:
-    found: MeshEntry | None = _MESHES.get(device_mesh)  # type: ignore[no-untyped-call]
+    found: MeshEntry | None = _MESHES.get(device_mesh)
     if found is not None:
         return found
     with _LOCK:

@@ -68,13 +68,13 @@ def define_operator(run: _Run) -> None:
         waited: Tensor = _ops.wait_tensor(reduced.tensor)
         return waited
 
-    OPERATORS.define(  # type: ignore[no-untyped-call]
+    OPERATORS.define(
         "reduction(Tensor message, str step, str path, bool is_complex, str[] groups, "
         'str calls="") -> Tensor',
         tags=(torch.Tag.pt2_compliant_tag,),
     )
     for key in ("CPU", "CUDA"):
-        OPERATORS.impl("reduction", reduction, key)  # type: ignore[no-untyped-call]
+        OPERATORS.impl("reduction", reduction, key)
     torch.library.register_fake("meshplan::reduction", _result, lib=OPERATORS)
 
 

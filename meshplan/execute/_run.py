@@ -321,7 +321,7 @@ class BoundReduction:
 
 def is_watched() -> bool:
     """Whether operators and spans are observed: by modes, by torch's profiler, or by Nsight."""
-    on_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    on_cuda: bool = torch.cuda.is_initialized()
     return bool(dispatch_modes()) or profiler_enabled() or on_cuda
 
 

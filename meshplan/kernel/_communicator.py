@@ -237,7 +237,13 @@ class Communicator(ABC, Generic[_Call]):
                     self._calls.move_to_end(key)
             return call
 
-    def run(self, call: _Call, message: Tensor, out: Tensor, ticket: int = NO_TICKET) -> None:
+    def run(
+        self,
+        call: _Call,
+        message: Tensor,
+        out: Tensor,
+        ticket: int = NO_TICKET,
+    ) -> None:
         """Reduce ``message`` with all peers into ``out``, both contiguous, on this device and as in
         the key of the call; ``ticket`` is its word, equal on all ranks. ``GroupStateError`` as for
         ``prepare``; ``PeerTimeoutError`` and ``SignatureMismatchError`` if other ranks are missing

@@ -255,15 +255,15 @@ def _write(out: Tensor, leaves: Sequence[Tensor], *call: Any) -> None:
     assert code == 0, (dtype, op)
 
 
-OPERATORS = torch.library.Library("meshplan", "DEF")  # type: ignore[no-untyped-call]
+OPERATORS = torch.library.Library("meshplan", "DEF")
 """The library of torch in which meshplan registers its operators."""
-OPERATORS.define(  # type: ignore[no-untyped-call]
+OPERATORS.define(
     "fold(Tensor[] leaves, str op, int[] shape, str order, str accumulate, str rounding, "
     "ScalarType dtype, int? divisor, int part) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 for _key in ("CPU", "CUDA"):
-    OPERATORS.impl("fold", _fold, _key)  # type: ignore[no-untyped-call]
+    OPERATORS.impl("fold", _fold, _key)
 torch.library.register_fake("meshplan::fold", _empty, lib=OPERATORS)
 
 
@@ -360,11 +360,9 @@ for _operator, _signature, _function, _fake in (
         lambda *_: None,
     ),
 ):
-    OPERATORS.define(  # type: ignore[no-untyped-call]
-        _operator + _signature, tags=(torch.Tag.pt2_compliant_tag,)
-    )
+    OPERATORS.define(_operator + _signature, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"meshplan::{_operator}", _fake, lib=OPERATORS)
     for _key in ("CPU", "CUDA"):
-        OPERATORS.impl(_operator, _function, _key)  # type: ignore[no-untyped-call]
+        OPERATORS.impl(_operator, _function, _key)
     for _key in ("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA"):
-        OPERATORS.impl(_operator, _refuse, _key)  # type: ignore[no-untyped-call]
+        OPERATORS.impl(_operator, _refuse, _key)

@@ -84,7 +84,7 @@ def _keep_random_states(back: ExitStack) -> None:
     back.callback(random.setstate, random.getstate())
     back.callback(torch.set_rng_state, torch.get_rng_state())
     if torch.cuda.is_available() and not is_in_bad_fork():
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.init()
         back.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
     if (numpy := _numpy()) is not None:
         back.callback(numpy.random.set_state, numpy.random.get_state())

@@ -14,7 +14,7 @@ Every rank makes every sum of floats, by the tree of the local shards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +24,7 @@ from torch import Tensor
 
 from meshplan.errors import ShardError
 from meshplan.testing._bitwise import bits, digest
-from meshplan.testing._ranks import RankGroup
-from meshplan.testing._segments import LeafRange, join_blocks, sum_blocks
+from meshplan.testing._ranks import LeafRange, RankGroup, join_blocks, sum_blocks
 from meshplan.testing.tp._math import exp, log, without_nan_payload
 from meshplan.testing.tp._vocab import (
     check_coverage,
@@ -120,8 +119,7 @@ def selected_logprobs_tp_reference(
         reduction_dtype,
     )
     check_coverage(selection.ids, selection.active, selection.count_owners())
-    result: Tensor = _SelectedLogprobs.apply(selection, *logit_shards)  # type: ignore[no-untyped-call]
-    return result
+    return _select(selection, *logit_shards)
 
 
 def selected_logprobs_distributed_tp_reference(
@@ -186,8 +184,7 @@ def selected_logprobs_distributed_tp_reference(
     shards = [tuple(record["shard"]) for record in records]
     _check_filled(shards, ranks)
     selection = replace(selection, ranks=ranks, shards=shards)
-    result: Tensor = _SelectedLogprobs.apply(selection, local_logits)  # type: ignore[no-untyped-call]
-    return result
+    return _select(selection, local_logits)
 
 
 @dataclass(frozen=True)
@@ -299,6 +296,9 @@ class _SelectedLogprobs(torch.autograd.Function):
                 for here, shard, needed in zip(selection.local, shards, wanted, strict=True)
             ),
         )
+
+
+_select: Callable[..., Tensor] = _SelectedLogprobs.apply
 
 
 def _gradient(

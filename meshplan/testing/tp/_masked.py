@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshplan.errors import ShardError
-from meshplan.testing._ranks import RankGroup
-from meshplan.testing._segments import join_blocks, sum_blocks
+from meshplan.testing._ranks import RankGroup, join_blocks, sum_blocks
 from meshplan.testing.tp._math import exp, expm1, k3, without_nan_payload
 from meshplan.testing.tp._vocab import (
     check_dtypes,
@@ -254,8 +253,7 @@ class _Tokens:
         ]
         flat = torch.cat(leaves)
         sizes = self.sizes or [len(flat)]
-        result: Tensor = _TreeSum.apply(flat, self.ranks, sizes)  # type: ignore[no-untyped-call]
-        return result
+        return _tree_sum(flat, self.ranks, sizes)
 
     def count(self) -> Tensor:
         count = torch.stack([one.sum(dtype=torch.int64) for one in self.active]).sum()
@@ -290,6 +288,9 @@ class _TreeSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient.repeat(ctx.length), None, None
+
+
+_tree_sum: Callable[..., Tensor] = _TreeSum.apply
 
 
 # Ratio of policies and divergence from a reference policy, token by token.
