@@ -13,8 +13,7 @@ from torch import Tensor
 
 from meshplan.errors import GroupStateError, ShardError, SignatureMismatchError
 from meshplan.testing import assert_bitwise_equal
-from meshplan.testing._ranks import RankGroup
-from meshplan.testing._segments import join_blocks, sum_blocks
+from meshplan.testing._ranks import RankGroup, join_blocks, sum_blocks
 from tests.processes import run_ranks
 from tests.refusals import refusal
 from tests.tp_inputs import DTYPES, logits_of

@@ -17,7 +17,7 @@ from meshplan._chunks import cover_range
 from meshplan.definition import reduce_leaves
 from meshplan.errors import ContractError
 from meshplan.testing import assert_bitwise_equal, order_sensitive
-from meshplan.testing._segments import LeafRange, join_blocks, sum_blocks
+from meshplan.testing._ranks import LeafRange, join_blocks, sum_blocks
 from tests.refusals import refusal, refusals
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshplan.testing import assert_bitwise_equal
-from meshplan.testing._segments import join_blocks, sum_blocks
+from meshplan.testing._ranks import join_blocks, sum_blocks
 from meshplan.testing.tp import (
     compute_policy_ratio,
     compute_reference_kl,

@@ -249,7 +249,13 @@ class NcclModelProcessGroup(PythonProcessGroup):
         tensor.copy_(gathered[:numel].view(tensor.shape))
 
     @torch.no_grad()
-    def _reduce_blocks(self, output: Tensor, send: Tensor, splits: list[int], opts: Any) -> None:
+    def _reduce_blocks(
+        self,
+        output: Tensor,
+        send: Tensor,
+        splits: list[int],
+        opts: Any,
+    ) -> None:
         rules, nodes = _Algebra.of(opts, send, self.size()), self._nodes()
         if (send.numel(), output.numel()) != (sum(splits), splits[self.rank()]):
             raise LayoutError(

@@ -50,7 +50,12 @@ def split_batch(
     return [_range(batch, *ends) for ends in pairwise(accumulate(counts, initial=0))]
 
 
-def samples_per_rank(samples: int, world: int, uneven: bool, samples_per_leaf: int) -> list[int]:
+def samples_per_rank(
+    samples: int,
+    world: int,
+    uneven: bool,
+    samples_per_leaf: int,
+) -> list[int]:
     """How many samples each rank holds; arguments and errors as those of ``split_batch``."""
     if world < 1:
         raise ContractError(f"world={world}; pass the number of ranks, at least 1")

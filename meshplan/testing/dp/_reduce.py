@@ -23,8 +23,7 @@ from meshplan.contract import Contract, Op
 from meshplan.definition import combine_leaves, finish_partials, partial_dtype
 from meshplan.errors import ContractError, GroupError
 from meshplan.testing._bitwise import digest, first_difference
-from meshplan.testing._ranks import RankGroup
-from meshplan.testing._segments import LeafRange, join_blocks
+from meshplan.testing._ranks import LeafRange, RankGroup, join_blocks
 from meshplan.testing.dp._leaves import (
     LossFn,
     SampleLeaves,
@@ -49,10 +48,6 @@ class Reduction:
     divisor: int | None
     contract: Contract
 
-    @classmethod
-    def read(cls, op: AnyOp, divisor: int | None, contract: Contract | None) -> Reduction:
-        return cls(read_op(op), divisor, Contract() if contract is None else contract)
-
     def __post_init__(self) -> None:
         if self.op not in ("sum", "avg"):
             raise ContractError(f"op={self.op!r} of gradients; pass 'sum' or 'avg'")
@@ -67,11 +62,6 @@ class Reduction:
                 f"leaves of a batch are combined in order='tree', got order='{self.contract.order}'"
                 "; pass a contract of that order, or all leaves to reduce_leaves"
             )
-
-    @property
-    def id(self) -> str:
-        """E.g. ``avg/8/v1/tree/wide/once``."""
-        return f"{self.op}/{self.divisor or 'leaves'}/{self.contract.id}"
 
     def leaf(self, gradient: Tensor) -> Tensor:
         return combine_leaves([gradient], "sum", (1,), self.contract)
@@ -161,7 +151,7 @@ def dp_gradients(
             up to the batch, or ``order="rank"``, which has no parts.
         ContractStateError: the CPU flushes subnormal numbers to zero.
     """
-    reduction = Reduction.read(op, divisor, contract)
+    reduction = Reduction(read_op(op), divisor, contract or Contract())
     leaves = SampleLeaves(model, loss_fn, inputs, targets, samples_per_leaf, seed)
     _check_not_empty(leaves.count)
     partials: list[tuple[LeafRange, PartialGradients]] = []
@@ -232,10 +222,12 @@ def distributed_dp_gradients(
     ranks = RankGroup(group)
 
     def prepare() -> tuple[tuple[Reduction, SampleLeaves], dict[str, Any]]:
-        reduction = Reduction.read(op, divisor, contract)
+        reduction = Reduction(read_op(op), divisor, contract or Contract())
         leaves = SampleLeaves(model, loss_fn, local_inputs, local_targets, samples_per_leaf, seed)
+        # E.g. avg/8/v1/tree/wide/once.
+        about = f"{reduction.op}/{divisor or 'leaves'}/{reduction.contract.id}"
         equal = {
-            "the reduction": reduction.id,
+            "the reduction": about,
             "samples_per_leaf": samples_per_leaf,
             "seed": seed,
             **_settings(next(iter(leaves.parameters.values())).device),
