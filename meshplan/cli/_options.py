@@ -6,13 +6,12 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from meshplan.errors import MeshplanError, PolicyError, TopologyError
 
 if TYPE_CHECKING:
-    from meshplan.topology import Cluster, Inputs, Links, Reading, Topology
+    from meshplan.topology import Cluster, Inputs, Links, Reading
 
 Steps = tuple[tuple[str, ...], ...]
 """The axes of each reduction of a sequence."""
@@ -174,10 +173,6 @@ def read_links(given: argparse.Namespace) -> Links | None:
     from meshplan.topology._files import read_content
 
     return Links.loads(read_content(given.links))
-
-
-def replace_links(topology: Topology, links: Links | None) -> Topology:
-    return topology if links is None else replace(topology, links=links)
 
 
 def read_number(

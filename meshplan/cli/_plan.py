@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from meshplan import planner
@@ -36,7 +36,6 @@ from meshplan.cli._options import (
     read_number,
     read_placements,
     read_steps,
-    replace_links,
     require_cluster,
 )
 from meshplan.cli._output import format_table, track
@@ -172,9 +171,9 @@ def _read_problem(given: argparse.Namespace) -> Problem:
     layout = parse_mesh(given.mesh)
     cluster = find_cluster(read_inputs(given), layout.highest_rank + 1)
     links = read_links(given)
-    topology = None if cluster is None else replace_links(cluster.topology, links)
-    if topology is None and links is not None:
-        topology = Topology.unknown(layout.highest_rank + 1, links)
+    topology = None if cluster is None else cluster.topology
+    if links is not None:
+        topology = replace(topology or Topology.unknown(layout.highest_rank + 1), links=links)
     return planner.Problem.of(
         layout,
         read_placements(given.src, "--from"),
@@ -500,7 +499,7 @@ def _predict_rows(
         path="auto",
         dtype=dtype,
         shape=(numel,),
-        topology=replace_links(topology, model.links),
+        topology=replace(topology, links=model.links),
     )
     wide = tuple(
         layout.axes[i]
