@@ -219,6 +219,8 @@ class ReductionTable(CoverageStep):
         self.skip: Callable[[Ranks, str], object] | None = None
         self._guard = threading.RLock()
         self._found: dict[tuple[CoverageRow, Ranks, str | None, str | None], list[int]] = {}
+        # Elements whose sums depend on an order, by ranks and by whether under the contract.
+        self.elements: dict[tuple[Ranks, bool], int] = {}
 
     def add(
         self,
@@ -248,7 +250,11 @@ class ReductionTable(CoverageStep):
             if key in self._found or len(self._found) < MAX_ROWS:
                 counts = self._found.setdefault(key, [0, 0])
                 counts[0] += 1
-                counts[1] += nbytes // itemsize(row.dtype)
+                elements = nbytes // itemsize(row.dtype)
+                counts[1] += elements
+                if row.kind != "any order":
+                    where = ranks, contract is not None
+                    self.elements[where] = self.elements.get(where, 0) + elements
 
     def describe(self, rank: int) -> list[dict[str, Any]]:
         """``reductions`` of the report: those whose result depends on an order."""

@@ -188,6 +188,7 @@ class Ledger:
         rows = _find_differing([found["words"] for found in answers])
         if not rows:
             return
+        reduced = answers
         # In the optimizer's order.
         about["row"] = row = min(rows, key=answers[0]["order"].__getitem__)
         # Ranks that differ elsewhere may agree on this tensor.
@@ -210,8 +211,11 @@ class Ledger:
         pairs = zip(asked[1:], answers[1:], strict=True)
         elements = [_compare_elements(rank, blocks, answers[0], other) for rank, other in pairs]
         self._conclude(first, what, classes, tuple(elements))
-        if agreed and first["cause"] == "never equal":
-            first["cause"] = None
+        cause = first["cause"]
+        if cause == "order" or (agreed and cause == "never equal"):
+            sums = [found["reduced"] for found in reduced]
+            order = cause == "order"
+            first["cause"] = _check_order(order, classes, sums, first["of"])
 
     def _conclude(
         self,
@@ -339,6 +343,30 @@ def _find_differing(columns: list[list[str]]) -> list[int]:
     """Rows in which the columns differ."""
     rows = enumerate(zip(*columns, strict=True))
     return [row for row, words in rows if len(set(words)) > 1]
+
+
+def _check_order(
+    order: bool,
+    classes: list[list[int]],
+    sums: list[list[tuple[list[int], bool, int]]],
+    numel: int,
+) -> str | None:
+    """The cause by the reductions of the step on one rank of each class: ``not reduced`` if none is
+    as large as the tensor and between classes. Else ``order``, if the elements suggest it and one
+    of them was outside the contract.
+    """
+    between = []
+    for found in sums:
+        # Of some groups the ranks are not known.
+        between.append([one for one in found if not one[0] or _is_between(classes, one[0])])
+    if all(sum(elements for *_, elements in found) < numel for found in between):
+        return "not reduced"
+    outside = any(not under for found in between for _, under, _ in found)
+    return "order" if order and outside else None
+
+
+def _is_between(classes: list[list[int]], ranks: list[int]) -> bool:
+    return sum(not set(ranks).isdisjoint(members) for members in classes) > 1
 
 
 def _compare_elements(rank: int, blocks: list[int], reference: Message, other: Message) -> Elements:

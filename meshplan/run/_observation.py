@@ -84,6 +84,7 @@ class Observation:
         # A unit is the number of an optimizer, whose parameters step together.
         self._by_optimizer: Any = weakref.WeakKeyDictionary()
         self._steps: list[int] = []  # by unit
+        self._reduced: dict[int, dict[Any, int]] = {}  # elements before the step, by unit
         self._nested: Any = weakref.WeakSet()
         self._begun: Any = weakref.WeakKeyDictionary()  # before a step, by optimizer
         self._step_times: list[float] = []  # of the first and the last step
@@ -179,6 +180,7 @@ class Observation:
         # A closure computes them in the step.
         late = self.settings.gradients and closure is not None
         self._look(optimizer, ["gradient"] * late + ["parameter", "optimizer state", "buffer"])
+        self._reduced[unit] = self._reductions.elements.copy()
         self._probe.collect(self._exchange.post)
 
     def _look(self, optimizer: Optimizer, kinds: Sequence[str], ahead: int = 0) -> None:
@@ -204,6 +206,10 @@ class Observation:
         for kind in kinds:
             if certified or kind in KINDS:
                 items += self._list_tensors(optimizer, kind)
+        now, before = self._reductions.elements.copy(), self._reduced.get(unit, {})
+        self._shares.reduced = [
+            (*where, more) for where in now if (more := now[where] - before.get(where, 0))
+        ]
         self._shares.begin(begun, unit, step, items, whole=whole, certified=certified)
         if ahead:
             self._begun[optimizer] = begun

@@ -101,8 +101,10 @@ class Begun(NamedTuple):
     reads: list[tuple[Message, _Share, Callable[[], Tensor]]]
 
 
-# Tensors, what waits for their words, and copies of small ones.
-_Kept = tuple[_Share, Callable[[], Tensor], list[Tensor]]
+# Ranks of reductions in a step, whether under the contract, and their elements.
+Reduced = list[tuple[Ranks, bool, int]]
+# Tensors, what waits for their words, reductions of the step, and copies of small tensors.
+_Kept = tuple[_Share, Callable[[], Tensor], Reduced, list[Tensor]]
 
 
 class Shares:
@@ -112,6 +114,7 @@ class Shares:
         self._parameters, self._note = parameters, note
         self.rank = 0
         self.leaves: Leaves | None = None
+        self.reduced: Reduced = []  # in the step that is under way
         # By optimizer and kind, while the tensors stay the same objects: these, and their shares.
         self._plans: dict[tuple[int, str], tuple[Any, list[_Share]]] = {}
         self.owners: dict[str, int] = {}  # the optimizers of sets
@@ -231,11 +234,11 @@ class Shares:
         copies = [one.clone() for one in tensors] if nbytes <= COPIED_BYTES else []
         with self._lock:
             for name in share.sets:
-                self._kept[name, step] = share, read, copies
+                self._kept[name, step] = share, read, self.reduced, copies
                 for key in [key for key in self._kept if key[0] == name][:-KEPT]:
                     del self._kept[key]
             copied = 0
-            for _, _, older in reversed(self._kept.values()):
+            for *_, older in reversed(self._kept.values()):
                 copied += sum(one.nbytes for one in older)
                 if copied > COPIED_BYTES:
                     older.clear()
@@ -253,8 +256,9 @@ class Shares:
                 gradient = copies[question["row"]]
             return head | (self.leaves.answer(question, at, gradient) if self.leaves else {})
         if kept is not None and what == "tensors":
-            share, read, _ = kept
+            share, read, reduced, _ = kept
             return head | {
+                "reduced": reduced,
                 "words": [format_words(row) for row in read().tolist()],
                 "keys": share.keys,
                 "order": [part.at for part in share.parts],

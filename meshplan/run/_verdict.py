@@ -41,6 +41,11 @@ _CAUSES = {
         "skip a step on all ranks or on none: all-reduce the flag that decides it",
     ),
     "order": ("the same summands were added in different orders", ""),
+    "not reduced": (
+        "no reduction of its size was seen in this step between the ranks that differ",
+        "reduce gradients over all ranks that hold the parameters before each step; replicas that "
+        "are averaged later, as in local SGD, differ by design until then",
+    ),
     "one rank": (
         "one rank holds other bits than all others",
         "run the job again: another step of the same rank points to its hardware, the same step to "
@@ -232,7 +237,11 @@ def _list_fixes(report: Report) -> Iterator[str]:
     # Another layout changes the job: it stands behind what leaves it as it is.
     errors = [one for one in report["hazards"] if one["severity"] == "error"]
     layouts = [f"or {one['fix']}" for one in errors if one["fix"]]
-    if cause not in ("never equal", "unequal steps") and _list_outside(report) and fix.action:
+    if (
+        cause not in ("never equal", "not reduced", "unequal steps")
+        and _list_outside(report)
+        and fix.action
+    ):
         yield "run the same command with --backend meshplan, and compare the two verdicts"
         yield f"then {fix.action} ({fix.cost})"
         yield from layouts[:1]

@@ -33,7 +33,7 @@ class Ranks:
         table = mock.Mock(holders_of=lambda *_: {self.ranks})
         self.shares = [Shares(table, print) for _ in self.ranks]
         for rank, one in enumerate(self.shares):
-            one.rank = rank
+            one.rank, one.reduced = rank, [(self.ranks, False, 20_010)]
         self.sent = 0
 
     def post(
@@ -100,14 +100,39 @@ def test_a_flipped_bit_is_located_in_every_order_of_arrival(seed: int) -> None:
     assert found.ledger.describe_steps()["compared"] == 3
 
 
-def test_replicas_that_started_apart_and_that_drift_are_told_apart() -> None:
-    def cause(factor: Callable[[int], float]) -> Any:
-        found = Ranks(4)
-        found.step(1, lambda tensors, rank: [t.mul_(factor(rank)) for t in tensors.values()])
-        return found.first["cause"]
+def find_cause(factor: Callable[[int], float], *reduced: tuple[tuple[int, ...], bool, int]) -> Any:
+    """Of tensors that each rank multiplies by a factor, after reductions of some elements."""
+    found = Ranks(4)
+    for rank, one in enumerate(found.shares):
+        one.reduced = [sums for sums in reduced if not sums[0] or rank in sums[0]]
+    found.step(1, lambda tensors, rank: [t.mul_(factor(rank)) for t in tensors.values()])
+    return found.first["cause"]
 
-    assert cause(lambda rank: (-1) ** rank) == "never equal"
-    assert cause(lambda rank: 1 + rank * 3e-7) == "order"
+
+def test_replicas_that_started_apart_and_that_drift_are_told_apart() -> None:
+    sums = (0, 1, 2, 3), False, 3
+    assert find_cause(lambda rank: (-1) ** rank, sums) == "never equal"
+    assert find_cause(lambda rank: 1 + rank * 3e-7, sums) == "order"
+
+
+@pytest.mark.parametrize(
+    ("cause", "reduced"),
+    [
+        # Of ranks that torch does not know.
+        ("order", [((), False, 3)]),
+        ("order", [((0, 2), False, 2), ((0, 1, 2), False, 1)]),
+        ("order", [((0, 2), True, 3), ((0, 1, 2, 3), False, 1)]),
+        # Every sum between ranks that differ is in one order.
+        (None, [((0, 2), True, 3), ((0, 1), False, 3), ((2, 3), False, 3)]),
+        # None of their size, as of a loss, or only between ranks that agree.
+        ("not reduced", []),
+        ("not reduced", [((0, 1, 2, 3), False, 1)]),
+        ("not reduced", [((0, 1), False, 30_000), ((2, 3), False, 30_000)]),
+    ],
+)
+def test_order_is_the_cause_only_of_what_was_reduced(cause: str | None, reduced: Any) -> None:
+    """The first tensor, of three elements, has other bits on ranks 2 and 3."""
+    assert find_cause(lambda rank: 1 + rank // 2 * 3e-7, *reduced) == cause
 
 
 def test_a_gradient_of_the_same_step_comes_before_its_parameter() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from meshplan.run._observation import Observation
 from tests.processes import arrive, run_ranks, wait_for
 from tests.run.observing import (
     STEPS,
+    backward,
     make_model,
     observe_ranks,
     observed,
@@ -94,6 +96,24 @@ def test_a_skipped_step_is_found_and_waits_for_no_rank() -> None:
     (unequal,) = report["steps"]["unequal"]
     assert unequal["taken"] == {str(STEPS): [0, 2], str(STEPS - 1): [1]}
     assert report["replicas"]["first_difference"]["step"] == 3
+
+
+@pytest.mark.parametrize("backend", ["gloo", "meshplan"])
+def test_steps_without_a_sum_of_gradients_are_no_other_order(backend: str) -> None:
+    def job(rank: int, _: Observation) -> None:
+        torch.manual_seed(0)
+        model, optimizer = make_model()
+        ddp: Any = model
+        torch.manual_seed(rank)
+        for step in range(1, 5):
+            with ddp.no_sync() if step > 2 else nullcontext():
+                backward(model, torch.randn(8, 4))
+            dist.all_reduce(torch.ones(()))  # as of a loss
+            optimizer.step()
+            optimizer.zero_grad()
+
+    first = observe_ranks(job, backend=backend)[1]["replicas"]["first_difference"]
+    assert (first["step"], first["cause"]) == (3, "not reduced")
 
 
 def test_reductions_under_the_contract_have_its_id() -> None:
