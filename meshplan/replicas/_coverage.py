@@ -192,6 +192,7 @@ class CoverageStep:
     def rows(self) -> tuple[dict[str, Any], ...]:
         """By kind, reduction and call site: JSON-ready dicts with ``count``, bytes and seconds."""
         with self._lock:
+            # The text of all steps reads the fields of both in this order.
             return tuple(row._asdict() | asdict(tally) for row, tally in self._rows.items())
 
     def to_scalars(self) -> dict[str, float]:

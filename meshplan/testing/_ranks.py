@@ -1,4 +1,5 @@
-"""Records, tensors and values of subtrees that the ranks of a process group exchange.
+"""Records, tensors and values of subtrees that the ranks of a process group exchange, and how such
+values join to the tree over all positions.
 
 A rank that raises on its own would leave its peers waiting. So every rank first sends a record, or
 its error, to all others. The next step follows from the records, which are the same on all ranks:

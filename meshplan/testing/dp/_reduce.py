@@ -151,7 +151,7 @@ def dp_gradients(
             up to the batch, or ``order="rank"``, which has no parts.
         ContractStateError: the CPU flushes subnormal numbers to zero.
     """
-    reduction = Reduction(read_op(op), divisor, contract or Contract())
+    reduction = Reduction(read_op(op), divisor, Contract() if contract is None else contract)
     leaves = SampleLeaves(model, loss_fn, inputs, targets, samples_per_leaf, seed)
     _check_not_empty(leaves.count)
     partials: list[tuple[LeafRange, PartialGradients]] = []
@@ -222,7 +222,7 @@ def distributed_dp_gradients(
     ranks = RankGroup(group)
 
     def prepare() -> tuple[tuple[Reduction, SampleLeaves], dict[str, Any]]:
-        reduction = Reduction(read_op(op), divisor, contract or Contract())
+        reduction = Reduction(read_op(op), divisor, Contract() if contract is None else contract)
         leaves = SampleLeaves(model, loss_fn, local_inputs, local_targets, samples_per_leaf, seed)
         # E.g. avg/8/v1/tree/wide/once.
         about = f"{reduction.op}/{divisor or 'leaves'}/{reduction.contract.id}"
