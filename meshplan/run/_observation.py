@@ -294,7 +294,8 @@ class Observation:
 
     def _save_one(self, what: str, report: dict[str, Any]) -> None:
         if what == "report" and self.settings.report is not None:
-            write_file(self.settings.report, json.dumps(report, indent=1))
+            text, is_last = json.dumps(report, indent=1), report["state"] != "running"
+            write_file(self.settings.report, text, is_last=is_last)
         elif what == "certificate" and self._certificate is not None:
             assert self._exchange is not None
             with self._exchange.lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ _VARIABLES = [
     "NCCL_PROTO",
 ]
 _MOST_CAUSES = 8
+_READER_SECONDS = 10
 _MODES = (False, "warn only", True)
 
 
@@ -60,6 +62,7 @@ def build(
     places = {rank: hello["location"] for rank, hello in ledger.hellos.items()}
     hosts = group_by_value({rank: one["name"] for rank, one in places.items()})
     notes = [*own["notes"], *ledger.find_unposted()]
+    errors = [f"{type(one).__name__}: {one}" for one in list_causes(error)]
     # Siblings have one label: their rows are the same but for the counts.
     rows = {_key(row): row for row in own["rows"]}
     for rank, final in sorted(ledger.finals.items()):
@@ -87,7 +90,7 @@ def build(
     report = {
         "version": 1,
         "state": state,
-        "error": ", raised from ".join(map(_describe_error, list_causes(error))) or None,
+        "error": ", raised from ".join(errors) or None,
         "refused": ledger.refused,
         "world_size": ledger.world_size,
         "torch": torch.__version__,
@@ -112,14 +115,19 @@ def build(
     return report, judged
 
 
-def write_file(path: str, text: str) -> None:
-    """Replace a file at once: no reader sees a part of it. A device, pipe or link remains."""
-    # No wait for the reader of a pipe.
-    if os.path.dirname(path) == "/dev" or (os.path.exists(path) and not os.path.isfile(path)):
-        flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK
-        descriptor = os.open(path, flags)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+def write_file(path: str, text: str, *, is_last: bool = True) -> None:
+    """Replace a file at once: no reader sees a part of it. A link remains, and so does a device or
+    pipe, which gets the last text only.
+    """
+    own = _find_descriptor(path)
+    exists = os.path.dirname(path) == "/dev" or os.path.exists(path)
+    if own is not None or (exists and not os.path.isfile(path)):
+        if is_last:
+            # What the job writes next comes behind the text.
+            flags = os.O_WRONLY | os.O_NONBLOCK
+            descriptor = os.open(path, flags) if own is None else os.dup(own)
+            with open(descriptor, "wb", buffering=0) as file:
+                _write_slowly(file, memoryview(text.encode()))
         return
     path = os.path.realpath(path)
     partial = Path(f"{path}.{os.getpid()}.tmp")
@@ -130,6 +138,27 @@ def write_file(path: str, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
+def _find_descriptor(path: str) -> int | None:
+    """The descriptor that ``path`` names, as /dev/stdout does."""
+    for _ in range(40):  # links, as many as the system follows
+        folder, name = os.path.split(path)
+        if name.isdigit() and os.path.realpath(folder) == os.path.realpath("/proc/self/fd"):
+            return int(name)
+        path = os.path.join(folder, os.readlink(path)) if os.path.islink(path) else path
+    return None
+
+
+def _write_slowly(file: Any, data: memoryview) -> None:
+    """Write to a pipe as its reader reads."""
+    ready = select.poll()
+    ready.register(file, select.POLLOUT)
+    while data:
+        if not ready.poll(_READER_SECONDS * 1000):
+            raise TimeoutError(f"the reader of {len(data)} more bytes is not reading")
+        # So many fit without a wait.
+        data = data[file.write(data[: select.PIPE_BUF]) :]
+
+
 def list_causes(error: BaseException | None) -> list[BaseException]:
     """An error, and those that it was raised from or in the handling of: trainers wrap errors."""
     found: list[BaseException] = []
@@ -137,10 +166,6 @@ def list_causes(error: BaseException | None) -> list[BaseException]:
         found.append(error)
         error = error.__cause__ or error.__context__
     return found
-
-
-def _describe_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _key(row: dict[str, Any]) -> str:

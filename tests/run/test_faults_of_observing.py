@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshplan.run import RunSettings, _exchange, _holders
+from meshplan.run import RunSettings, _exchange, _holders, _report
 from meshplan.run._chain import CertificateFile, Chain
 from meshplan.run._compare import compare_files
 from meshplan.run._exchange import Exchange
@@ -187,8 +187,32 @@ def test_pipes_and_links_are_written_and_never_replaced(
     assert pipe.is_fifo()
     assert len([*tmp_path.iterdir()]) == 3
     os.write(1, b"of the job, ")  # to a file
-    write_file("/dev/stdout", "text")
-    assert capfd.readouterr().out == "of the job, text"
+    write_file("/dev/stdout", "text", is_last=False)
+    write_file("/dev/stdout", "last text")
+    os.write(1, b", and behind")
+    assert capfd.readouterr().out == "of the job, last text, and behind"
+    with (tmp_path / "open").open("w+b", buffering=0) as file:
+        write_file(f"/dev/fd/{file.fileno()}", "text")
+        file.write(b", and behind")
+    assert (tmp_path / "open").read_text(encoding="utf-8") == "text, and behind"
+
+
+def test_pipe_gets_the_whole_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, found = "text " * 200_000, list[str]()
+    ends = os.pipe()
+    os.set_blocking(ends[1], True)
+    with open(ends[0], encoding="utf-8") as reader:
+        thread = threading.Thread(target=lambda: found.append(reader.read()))
+        thread.start()
+        write_file(f"/proc/self/fd/{ends[1]}", text)
+        os.close(ends[1])
+        thread.join()
+    assert found == [text]
+    monkeypatch.setattr(_report, "_READER_SECONDS", 0)
+    reader, writer = os.pipe()
+    message = "of [0-9]+ more bytes is not reading"
+    with open(reader, "rb"), open(writer, "wb"), pytest.raises(TimeoutError, match=message):
+        write_file(f"/dev/fd/{writer}", text)
 
 
 def test_chain_that_has_ended_says_so_in_its_file_and_keeps_nothing(tmp_path: Path) -> None:
