@@ -84,6 +84,7 @@ def test_many_unknown_keys_take_time_in_proportion(name: str) -> None:
     ("name", "text"),
     [
         ("a.py", "ici_mesh_shape = (-1, 8)\n"),
+        ("a.py", "deepspeed.initialize(model=model, mesh_param=(2, 4))\n"),
         ("a.yaml", "ici_mesh_shape: [-1, 8]\n"),
         ("a.yaml", "ici_mesh_shape:\n  - 1\n  - 8\n"),
     ],

@@ -21,14 +21,15 @@ _UNIT = r"[-_]?(?:size|degree|world[-_]size)"
 _AXIS = r"(?:tp|pp|dp|cp|sp|ep|mp|etp|edp|ddp|fsdp|hsdp)"
 _PART = r"[-_]?(?:shards?|replicas?|replicate|shard[-_]cp)"
 _PARALLEL = (
-    r"(?:tensor|pipeline|data|context|sequence|expert|model)(?:[-_]model|[-_]tensor)?"
-    r"[-_]?parallel(?:ism)?"
+    r"(?:(?:tensor|pipeline|data|context|sequence|expert|model)(?:[-_]model|[-_]tensor)?"
+    r"[-_]?parallel(?:ism)?|[a-z]+[-_]parallel(?=[-_](?:size|degree)))"
 )
 # The names that programs give to the sizes of axes, such as tensor_model_parallel_size,
 # rollout.tp_size, dp_replicate, ici_mesh_shape or zero_hpz_partition_size.
 SIZE = re.compile(
     rf"(?:[\w.-]+[-_.])?(?:{_PARALLEL}(?:{_PART})?(?:{_UNIT}|[-_]dim)?|(?:auto)?{_AXIS}(?:{_PART})?{_UNIT}"
     rf"|{_AXIS}{_PART}|(?:device|ici|dcn|logical)[-_]mesh(?:[-_](?:shape|sizes?))?"
+    r"|mesh[-_]param"  # DeepSpeed's data and sequence axes
     r"|zero[-_]hpz[-_]partition[-_]size|mics[-_]shard[-_]size"
     r"|(?:dp[-_]config[._])?shard[-_]degree|dp[-_]config[._]num[-_]replicas"
     r"|(?:ring|ulysses)(?:[-_]attn)?[-_](?:size|degree))"
