@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from expecttest import TestCase
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from meshplan.layout import Layout
@@ -192,6 +192,7 @@ def test_anchors_are_bounded() -> None:
 
 
 @given(damaged_texts(NEMO + AXOLOTL + REFERENCE + JSON) | st.text(max_size=200))
+@example("\n 0")
 def test_damaged_file_raises_one_line(text: str) -> None:
     for name in ("a.yaml", "a.json", "verl.sh"):
         refusal(name, text)

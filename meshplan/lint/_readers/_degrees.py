@@ -120,6 +120,9 @@ class Document:
         """Each setting as ``path=value`` in lower case."""
         return [str(one) for one in self.settings]
 
+    def has(self, pattern: str) -> bool:
+        return any(match(pattern, text) for text in self.texts)
+
     @cached_property
     def disabled(self) -> tuple[str, ...]:
         """Paths of disabled sections, with a dot."""
@@ -199,7 +202,7 @@ class Degrees(NamedTuple):
 def find_meshes(document: Document, framework: Framework) -> Iterator[Degrees]:
     """The meshes of a framework that a document has keys for."""
     for mesh in framework.meshes:
-        if not any(match(mesh.unless, text) for text in document.texts):
+        if not document.has(mesh.unless):
             yield from _find_groups(document, framework, mesh)
 
 
@@ -219,7 +222,7 @@ def _find_groups(document: Document, framework: Framework, mesh: Mesh) -> Iterat
     for part, places in lines.items():
         # Axes in different commands: each command has a mesh of its own.
         if len({len(one) if is_listed else frozenset(one) for one in places.values()}) > 1:
-            unknown = Computed("its commands have different degrees; give the mesh with --mesh")
+            unknown = Computed(f"its commands have different degrees; {INSTEAD}")
             for axis, one in groups[part].items():
                 groups[part][axis] = one._replace(value=unknown)
     if not groups and not mesh.needs:
@@ -239,7 +242,7 @@ def _merge(before: Setting, one: Setting) -> Setting:
         return one
     why = (
         f"{one.key} is {shorten(str(one.value))} here and {before.key} was "
-        f"{shorten(str(before.value))} before; give the mesh with --mesh"
+        f"{shorten(str(before.value))} before; {INSTEAD}"
     )
     return one._replace(value=Computed(why))
 
@@ -377,7 +380,8 @@ def read_document(document: Document, world_size: int | None) -> JobFile:
                 if (job.layout, job.roles) not in known and job.layout.world_size >= least
             ]
         except UnknownMesh as unknown:
-            skipped.append(Skipped(Source(document.name, unknown.line or line), str(unknown)))
+            why = " ".join(str(unknown).split())  # a value may have several lines
+            skipped.append(Skipped(Source(document.name, unknown.line or line), why))
         except MeshplanError as error:
             if total is None or world_size is not None:
                 raise add_source(source, error) from None
@@ -417,7 +421,7 @@ def _make_jobs(
     for pattern, why in mesh.refused.items():
         for text, one in zip(found.document.texts, settings, strict=True):
             if match(pattern, text):
-                raise UnknownMesh(f"{why}; give the mesh with --mesh", one.line)
+                raise UnknownMesh(f"{why}; {INSTEAD}", one.line)
     given = {
         axis: size
         for axis, one in found.settings.items()
@@ -426,7 +430,7 @@ def _make_jobs(
     order, experts = _read_orders(mesh, settings)
     # One data axis of any size has no siblings, and so no mesh to judge.
     is_plain = found.document.kind == "document" and set(given.values()) <= {1}
-    per_host = any(match(mesh.per_host, text) for text in found.document.texts)
+    per_host = found.document.has(mesh.per_host)
     if total is None and is_plain and (mesh.needs or not mesh.keys) and not per_host:
         return
     check_unread(found, order, given, total)
@@ -481,8 +485,7 @@ def _fill_sizes(
     """The size of each axis of ``order``: as given, 1, or the ranks that the others leave."""
     mesh = found.mesh
     sizes = {axis: given.get(axis, 1) for axis in order}
-    texts = found.document.texts
-    if mesh.fill not in given and any(match(mesh.per_host, text) for text in texts):
+    if mesh.fill not in given and found.document.has(mesh.per_host):
         if hosts is None:
             raise UnknownMesh("it makes groups for each host; pass --hosts and --node-size")
         sizes[mesh.fill] = hosts
@@ -500,16 +503,16 @@ def _fill_sizes(
 def _read_use(found: Degrees) -> tuple[bool, bool, Program]:
     """Whether parameters and activations are sharded, and the program that reduces."""
     mesh = found.mesh
-    texts = found.document.texts
-    sharded = mesh.is_sharded or any(match(mesh.sharded, text) for text in texts)
-    sharded = sharded and not any(match(mesh.unsharded, text) for text in texts)
+    document = found.document
+    sharded = mesh.is_sharded or document.has(mesh.sharded)
+    sharded = sharded and not document.has(mesh.unsharded)
     sequence_parallel = mesh.sequence_parallel
-    for text in texts:
+    for text in document.texts:
         if flag := re.fullmatch(r"(?:.*\.)?(no_)?(?:enable_)?sequence_parallel=(\w+)", text):
             sequence_parallel = (flag[2] == "true") != bool(flag[1])
     program = found.framework.program
     if program == "unknown":
-        program = find_program_of_text(found.document.text)
+        program = find_program_of_text(document.text)
     return sharded, sequence_parallel, program
 
 
@@ -525,14 +528,14 @@ def _read_size(one: Setting, mesh: Mesh) -> int | None:
         if isinstance(value, str) and not re.fullmatch(r"\d+", value):
             shown = f"{one.key}{' ' if one.key.startswith('-') else ' = '}{shorten(value)}"
             raise UnknownMesh(
-                f"{shown} is not an integer; give the mesh with --mesh",
+                f"{shown} is not an integer; {INSTEAD}",
                 one.line,
             )
         raise LayoutError(f"{one.key} must be an integer, got {repr(value)[:40]}")
     if value == 0 and mesh.zero_is_one:
         return 1
     if value == -1 and not is_rest:
-        raise UnknownMesh(f"{one.key} = -1 is found by the program; give the mesh with --mesh")
+        raise UnknownMesh(f"{one.key} = -1 is found by the program; {INSTEAD}")
     if value < 1:
         raise LayoutError(
             f"{one.key} must be 1 or more{', or -1 for the rest' if is_rest else ''}, got {value}"

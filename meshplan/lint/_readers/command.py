@@ -641,7 +641,7 @@ def _doubt_conditional(settings: list[Setting], conditional: Mapping[str, list[i
     for places in conditional.values():
         one = settings[places[0]]
         if len(places) == 1 and is_whole(one.value):
-            why = f"{one.key} depends on a condition; give the mesh with --mesh"
+            why = f"{one.key} depends on a condition; {INSTEAD}"
             settings[places[0]] = one._replace(value=Computed(why))
 
 
