@@ -63,9 +63,9 @@ def test_file_has_the_meshes_and_the_verdict(
     state = given["state"]
     verdict = state if state != "judged" else "MP101" if "MP101" in codes else "clean"
     assert (verdict, status) == (file.verdict, int(verdict in ("MP101", "not judged")))
-    at = file.options.index("--world-size") + 1 if "--world-size" in file.options else None
-    size = None if at is None else int(file.options[at])
-    jobs = read_jobs(file.name, file.text, RankOptions(size)).jobs
+    given = dict(zip(file.options[::2], map(int, file.options[1::2]), strict=True))
+    ranks = RankOptions(given.get("--world-size"), node_size=given.get("--node-size"))
+    jobs = read_jobs(file.name, file.text, ranks).jobs
     assert [str(job.layout) for job in jobs] == file.meshes
 
 

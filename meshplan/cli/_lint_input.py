@@ -133,9 +133,9 @@ class FileReader:
             self.comments[name] = read_ignores(self.texts[name], file=name)
         return self._files[key]
 
-    def read_for(self, name: str, ranks: int) -> JobFile:
+    def read_for(self, name: str, ranks: int, node_size: int | None) -> JobFile:
         """The jobs of a file that `read` has read, with this number of ranks."""
-        options = RankOptions(ranks, arguments=self.ranks.arguments)
+        options = RankOptions(ranks, node_size=node_size, arguments=self.ranks.arguments)
         return read_jobs(name, self.texts.get(name, ""), options)
 
     def try_to_read(self, name: str, *, named: bool, below: str | None = None) -> JobFile:

@@ -377,7 +377,7 @@ def _judge_every_size(
     def read(ranks: int) -> JobFile:
         if one.kind == "arguments":
             return read_arguments(given.arguments, RankOptions(ranks))
-        return request.reader.read_for(one.name, ranks)
+        return request.reader.read_for(one.name, ranks, node_size)
 
     def read_jobs(ranks: int) -> list[Job]:
         return [_apply_options(job, given, roles) for job in read(ranks).jobs]
@@ -386,9 +386,10 @@ def _judge_every_size(
 
     judged = []
     for placement in placements:
-        per_node = own.ranks_per_host
+        per_node = node_size = own.ranks_per_host
         if placement is not None:
-            per_node = placement.node_size or placement.domain_size
+            node_size = placement.node_size
+            per_node = node_size or placement.domain_size
         if per_node is None or own.hosts or (placement is not None and placement.hosts):
             return
         place = partial(_find_cluster, file=own, placement=placement, request=request)
@@ -397,6 +398,7 @@ def _judge_every_size(
             return
         judged.append((found, per_node))
     found, per_node = judged[0]
+    node_size = node_size and per_node
     file = read(found.nodes * per_node)
     jobs = (
         replace(

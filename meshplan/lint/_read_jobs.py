@@ -116,7 +116,11 @@ def _read(name: str, text: str, options: RankOptions) -> JobFile | None:
                 )
             read: _Read = reader.read
             if module == "python":
-                read = partial(read, arguments=options.arguments)
+                read = partial(
+                    read,
+                    per_node=options.node_size,
+                    arguments=options.arguments,
+                )
             world_size = options.world_size
             found = read(name, text, world_size=world_size)
             if options.count_ranks(found) != world_size:

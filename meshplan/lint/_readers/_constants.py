@@ -62,6 +62,7 @@ from meshplan.lint._readers._values import (
 
 _MAX_STEPS, _MAX_NESTING, _MAX_CALLS = 60_000, 60, 8
 _MAX_UNROLLED, _MAX_ITEMS = 16, 1024
+_LOCAL_SIZE = "LOCAL_WORLD_SIZE"
 # A copy of all names takes as long as a step for this many.
 _NAMES_PER_STEP = 8
 
@@ -79,9 +80,16 @@ class Reader(PythonText):
 
     arguments: Sequence[str] = ()  # of the program
 
-    def __init__(self, tree: ast.Module, text: str, world_size: int | None) -> None:
+    def __init__(
+        self,
+        tree: ast.Module,
+        text: str,
+        world_size: int | None,
+        per_node: int | None = None,
+    ) -> None:
         super().__init__(tree, text)
         self.world_size = UNKNOWN_RANKS if world_size is None else Whole(world_size)
+        self.per_node = UNKNOWN if per_node is None else Whole(per_node)
         self.stack: tuple[ast.AST, ...] = ()
         self.conditions: tuple[int, ...] = ()
         self.run = self._runs = self._branches = self._steps = self._nesting = 0
@@ -642,8 +650,8 @@ class Reader(PythonText):
                 return entries[key][0] if -len(entries) <= key < len(entries) else UNKNOWN
             case Record(fields=dict() as fields) if isinstance(key, Text) and is_dict(value):
                 return fields.get(key, UNKNOWN)
-            case Path(name) if name.endswith("environ") and key == "WORLD_SIZE":
-                return self.world_size
+            case Path(name) if name.endswith("environ") and key in ("WORLD_SIZE", _LOCAL_SIZE):
+                return self.per_node if key == _LOCAL_SIZE else self.world_size
             case Path("sys.modules"):
                 return value
         return self.find_item(value, key)
@@ -729,7 +737,7 @@ class Reader(PythonText):
         """The value of some functions of Python and torch; ``None`` for all others."""
         first = next(iter(given.positional), None)
         if path.is_imported and path.name.partition(".")[0] not in STANDARD:
-            return count_ranks(path, given, self.world_size)
+            return count_ranks(path, given, self.world_size, self.per_node)
         match path.last, first:
             case "int", Whole() | Unknown():
                 return first
@@ -751,7 +759,7 @@ class Reader(PythonText):
                 for name in given.named:
                     self.note_attribute(made, name, node.lineno)
                 return made
-        return count_ranks(path, given, self.world_size)
+        return count_ranks(path, given, self.world_size, self.per_node)
 
     def _call_method(self, value: Value, name: str, given: Arguments, node: ast.Call) -> Value:
         """The value of a method of a list, a dict, a tensor, or an unknown value."""

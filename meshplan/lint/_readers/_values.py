@@ -249,7 +249,12 @@ def read_default(value: Value) -> Value:
     return value if isinstance(value, Unknown) or (type(value) is Whole and value > 1) else UNKNOWN
 
 
-def count_ranks(path: Path, given: Arguments, world_size: Value) -> Value:
+def count_ranks(
+    path: Path,
+    given: Arguments,
+    world_size: Value,
+    per_node: Value,
+) -> Value:
     """What a call returns that makes ranks or counts them; ``None`` for other calls."""
     first = next(iter(given.positional), None)
     match path.last, first:
@@ -261,8 +266,11 @@ def count_ranks(path: Path, given: Arguments, world_size: Value) -> Value:
             return Grid(given.positional[1])
         case "get_world_size", None if not given.named and not path.name.startswith("."):
             return world_size
-        case "get" | "getenv", "WORLD_SIZE":
-            return world_size
+        # JAX counts the devices of all hosts.
+        case "device_count", None if path.is_imported and path.name.startswith("torch."):
+            return per_node
+        case "get" | "getenv", "WORLD_SIZE" | "LOCAL_WORLD_SIZE":
+            return world_size if first == "WORLD_SIZE" else per_node
         case "get" | "getenv", Text() if len(given.positional) == 2 and (
             path.name.endswith(("environ.get", "getenv")) and not LAUNCHED.search(first)
         ):

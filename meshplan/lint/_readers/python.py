@@ -247,15 +247,17 @@ def read(
     text: str,
     *,
     world_size: int | None,
+    per_node: int | None = None,
     arguments: Sequence[str] = (),
 ) -> JobFile:
     """A job for each mesh of sizes that are constants in the file. ``world_size`` is the value of
-    ``get_world_size()`` and ``int(os.environ["WORLD_SIZE"])``, ``arguments`` are those of the
-    program. Raises LayoutError, with the line, for a text that is not Python, or an invalid mesh.
+    ``get_world_size()`` and ``int(os.environ["WORLD_SIZE"])``, ``per_node`` that of
+    ``device_count()``, ``arguments`` are those of the program. Raises LayoutError, with the line,
+    for a text that is not Python, or an invalid mesh.
     """
     if not makes_meshes(text):
         return JobFile()
-    source = MeshReader(parse(name, text), text, world_size)
+    source = MeshReader(parse(name, text), text, world_size, per_node)
     source.arguments = arguments
     try:
         source.read_file()
@@ -340,8 +342,14 @@ class MeshReader(Reader):
     meshes. ``modules``: first parts of imported names.
     """
 
-    def __init__(self, tree: ast.Module, text: str, world_size: int | None) -> None:
-        super().__init__(tree, text, world_size)
+    def __init__(
+        self,
+        tree: ast.Module,
+        text: str,
+        world_size: int | None,
+        per_node: int | None,
+    ) -> None:
+        super().__init__(tree, text, world_size, per_node)
         self.roots: dict[object, Root] = {}
         self.uses = Uses()
         self.degrees: list[tuple[ast.Call, Arguments]] = []
