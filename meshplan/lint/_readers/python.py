@@ -24,6 +24,7 @@ from meshplan.lint._readers._constants import Reader, TooLong
 from meshplan.lint._readers._degrees import (
     Computed,
     Document,
+    Nested,
     Setting,
     make_document_jobs,
     match,
@@ -84,7 +85,7 @@ def read_degrees(
 ) -> tuple[Job, ...]:
     """The jobs of a call with degrees, or none. Raises UnknownMesh, LayoutError."""
     called = _find_class(source, call)
-    names = {one.arg for one in call.keywords if one.arg}
+    names = given.named.keys()
     framework = next(
         (
             one
@@ -95,18 +96,15 @@ def read_degrees(
     )
     if framework is None and called not in _STRICT:
         return ()
-    keys = set() if framework is None else {key for mesh in framework.meshes for key in mesh.keys}
-    for one in call.keywords:
-        hidden = one.arg is None or (
-            called in _STRICT
-            and one.arg not in {*keys, "world_size"}
-            and one.arg.endswith(("_size", "_degree"))
-        )
-        if hidden:
-            option = f"{one.arg}=" if one.arg else "**"
-            raise UnknownMesh(f"{option}{source.shorten(one.value)} in {called} is not read; {RUN}")
-    if called in _STRICT and call.args:
-        raise UnknownMesh(f"{source.shorten(call.args[0])} in {called} is not read; {RUN}")
+    meshes = () if framework is None else framework.meshes
+    others = names - {"world_size", *(key for mesh in meshes for key in mesh.keys)}
+    is_open = any(key.endswith(("_size", "_degree")) for key in others)
+    # The first one of a wrapper is the class. Of an engine, only a number may be a size.
+    passed = given.positional[source.resolve_callee(call.func) in WRAPPERS :]
+    if any(mesh.roles.get("dp") == "apart" for mesh in meshes):
+        passed = [one for one in passed if isinstance(one, Whole)]
+    if passed or not given.is_complete or (called in _STRICT and is_open):
+        raise UnknownMesh(f"the arguments {source.shorten(call)} are not read; {RUN}")
     if framework is None:
         return ()
     settings = _read_arguments(source, call, given)
@@ -131,13 +129,14 @@ def _find_class(source: Reader, call: ast.Call) -> str:
 
 def _read_arguments(source: Reader, call: ast.Call, given: Arguments) -> list[Setting]:
     settings = []
-    for one in call.keywords:
-        if one.arg is None:
-            continue
-        why = f"{one.arg}={source.shorten(one.value)} is not a constant; {RUN}"
-        value = given.named.get(one.arg, why)
-        known = value if is_constant(value) else Computed(why)
-        settings.append(Setting(one.arg, known, one.value.lineno, one.arg))
+    nodes = {one.arg: one.value for one in call.keywords}
+    for key, value in given.named.items():
+        node = nodes.get(key, call)
+        why = f"{key}={source.shorten(node)} is not a constant; {RUN}"
+        # An object of a class, as in ddp=run.Config(...), is no size.
+        is_part = isinstance(value, Record) and value.path.rpartition(".")[2][:1].isupper()
+        known = value if is_constant(value) else (Nested if is_part else Computed)(why)
+        settings.append(Setting(key, known, node.lineno, key))
     return settings
 
 
@@ -162,7 +161,10 @@ def read_changed(
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
     } <= lines.keys()
-    if record.path.rpartition(".")[2] not in framework.classes and not is_whole:
+    made = record.path.rpartition(".")[2]
+    if made.startswith("Inference"):
+        return ()  # of torchtitan's generator
+    if made not in framework.classes and not is_whole:
         raise UnknownMesh(f"the configuration that is changed is made in another file; {RUN}")
     if record.fields is None:
         raise UnknownMesh(f"the configuration may have further degrees; {RUN}")
