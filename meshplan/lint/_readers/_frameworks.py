@@ -368,30 +368,6 @@ _ACCELERATE = Framework(
     kinds=frozenset({"document", "command", "python"}),
     classes=frozenset({"ParallelismConfig"}),
 )
-# accelerate's Megatron-LM plugin: src/accelerate/utils/dataclasses.py, MegatronLMPlugin, has the
-# options, and src/accelerate/utils/megatron_lm.py, finish_mpu_init, calls Megatron-LM's
-# _initialize_distributed, which makes the axes in Megatron-LM's order. An absent
-# context_parallel_size is 2 in today's releases; older ones have no such axis.
-_ACCELERATE_MEGATRON_MESH = replace(
-    _MEGATRON_MESH,
-    keys={
-        "megatron_lm_tp_degree": "tp",
-        "megatron_lm_pp_degree": "pp",
-        "megatron_lm_context_parallel_size": "cp",
-        "megatron_lm_expert_model_parallel_size": "ep",
-        "megatron_lm_expert_tensor_parallel_size": "etp",
-    },
-    section=r"megatron_lm_config",
-    sharded=r".*use_distributed_optimizer=true",
-    expert_tp=False,
-)
-_ACCELERATE_MEGATRON = Framework(
-    program="megatron",
-    mark=r"megatron_lm_config\.megatron_lm_context_parallel_size",
-    meshes=(_ACCELERATE_MEGATRON_MESH,),
-    launch=_ACCELERATE.launch,
-    kinds=frozenset({"document"}),
-)
 # accelerate's FSDP without degrees: torch's FSDP shards along all ranks, or along those of a host.
 _ACCELERATE_FSDP = Framework(
     program="accelerate",
@@ -793,7 +769,6 @@ FRAMEWORKS: tuple[Framework, ...] = (
         _MEGATRON,
     ),
     *(
-        _ACCELERATE_MEGATRON,
         _AXOLOTL,
         _ACCELERATE,
         _ACCELERATE_FSDP,
