@@ -252,6 +252,27 @@ class TestDefaultsOfTheFile:
         found = self.read(tmp_path, "[below/base.yaml, below/none.yaml]", own)
         assert "names another configuration, which may set pp" in found
 
+    def test_other_folders_are_not_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for folder in ("job", "repository/.git", "repository/job"):
+            (tmp_path / folder).mkdir(parents=True)
+        self.read(tmp_path, "below/base.yaml", "")
+        (tmp_path / "repository/base.yaml").write_text(DEFAULTS)
+        (tmp_path / "job/link.yaml").symlink_to(tmp_path / "below/base.yaml")
+
+        def read(folder: str, base: str) -> str:
+            text = f"defaults: {base}\npolicy: {{dtensor_cfg: null}}\n"
+            return format_jobs(read_jobs(str(tmp_path / folder / "a.yaml"), text))
+
+        mesh = "(pp=2, dp=2, cp=1, tp=2)"
+        assert mesh in read("repository/job", "../base.yaml")
+        outside = ("job", "../below/base.yaml"), ("job", "link.yaml")
+        assert "".join(read(*one) for one in outside) == ""
+        monkeypatch.chdir(tmp_path)
+        assert all(mesh in read(*one) for one in outside)
+        assert read("repository/job", "../../below/base.yaml") == ""
+
     def test_a_file_that_names_itself_ends(self, tmp_path: Path) -> None:
         (tmp_path / "a.yaml").write_text("defaults: [a.yaml, a.yaml]\ntp: 1\n")
         own = "policy: {megatron_cfg: {tensor_model_parallel_size: 4}}\n"

@@ -706,9 +706,16 @@ def _read_environment(script: Script) -> dict[str, set[int]]:
 
 
 def read_neighbor(name: str, file: str) -> str:
-    """The text of a short file, by its path from another one; empty if there is none."""
-    path = Path(name).parent / file
+    """The text of a short file, by its path from another one; empty if there is none in the
+    repository, in the working directory or, outside of both, below the folder of the other file.
+    """
     try:
+        folder = Path(name).parent.resolve()
+        path = (folder / file).resolve()
+        around = [folder, *folder.parents]
+        root = next((one for one in around if (one / ".git").exists()), Path.cwd())
+        if not path.is_relative_to(root if root in around else folder):
+            return ""
         is_short = path.is_file() and path.stat().st_size <= _MAX_SOURCED
         return path.read_text(encoding="utf-8") if is_short else ""
     except (OSError, ValueError):
