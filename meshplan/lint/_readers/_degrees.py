@@ -293,7 +293,7 @@ def find_replaced(found: Degrees) -> Setting | None:
         group, at, package = one.path.partition("@")
         if found.document.kind == "document":
             is_base = bool(_BASE.match(one.path)) and not isinstance(one.value, Nested)
-        elif one.key.startswith("-"):
+        elif one.key.startswith("-") or group == "config":
             is_base = bool(_CONFIG.fullmatch(group))
         else:
             is_word = isinstance(one.value, Computed) or bool(_WORD.fullmatch(str(one.value)))
@@ -302,6 +302,7 @@ def find_replaced(found: Degrees) -> Setting | None:
         is_elsewhere = at and package not in _ROOTS and not section.fullmatch(package)
         name = str(one.value)
         is_known = name == "_self_" or match(found.framework.bases, name)
+        is_known |= one.key.startswith("override hydra/")
         if is_base and not is_elsewhere and not is_known:
             return one
     # Arguments are none, unless nothing else is about this part of the job.
@@ -349,7 +350,7 @@ def read_document(document: Document, world_size: int | None) -> JobFile:
     launch = count_ranks(document, framework)
     if "world_size" in launch.stated:
         world_size = None
-    hosts, total = launch.hosts, launch.world_size
+    hosts = launch.hosts
     jobs: list[Job] = []
     skipped: list[Skipped] = []
     is_read = False
@@ -363,7 +364,9 @@ def read_document(document: Document, world_size: int | None) -> JobFile:
         try:
             # verl's critic has the mesh of its actor, for example.
             known = {(job.layout, job.roles) for job in jobs}
-            made = [*_make_jobs(found, source, world_size or total, hosts)]
+            part = _count_devices(found, launch.ranks_per_host)
+            total = part or launch.world_size
+            made = [*_make_jobs(found, source, part or world_size or total, hosts)]
             is_read |= bool(made)
             # An engine starts its own workers, on as many GPUs of an allocation as it needs.
             counts = made and world_size is None and framework.program not in _ENGINES
@@ -383,13 +386,28 @@ def read_document(document: Document, world_size: int | None) -> JobFile:
             why = " ".join(str(unknown).split())  # a value may have several lines
             skipped.append(Skipped(Source(document.name, unknown.line or line), why))
         except MeshplanError as error:
-            if total is None or world_size is not None:
+            if launch.world_size is None or world_size is not None:
                 raise add_source(source, error) from None
             # Numbers of hosts in files are often placeholders.
             remedy = "correct this number" if "world_size" in launch.stated else "pass --world-size"
             why = f"{error.args[0]}, or {remedy}"
             skipped.append(Skipped(source, why))
     return JobFile(tuple(jobs), tuple(skipped), None, *launch, is_read=is_read)
+
+
+def _count_devices(found: Degrees, per_host: int | None) -> int | None:
+    """The ranks of a part of ROLL's cluster, which begin with those of a host."""
+    for one in found.document.settings:
+        part, _, key = one.path.rpartition(".")
+        of_part = (two.path.startswith(f"{part}.") for two in found.settings.values())
+        if key == "device_mapping" and any(of_part):
+            devices = re.fullmatch(r"list\(range\((\d{1,7}), ?(\d{1,7})\)\)", str(one.value))
+            first, end = map(int, devices.groups()) if devices else (0, 0)
+            if first >= end or (first and (per_host is None or first % per_host)):
+                why = f"{one.key} = {one.value} is not a range from the first GPU of a host"
+                raise UnknownMesh(f"{why}; {INSTEAD}", one.line)
+            return end - first
+    return None
 
 
 def make_document_jobs(
@@ -427,6 +445,9 @@ def _make_jobs(
         for axis, one in found.settings.items()
         if axis and (size := _read_size(one, mesh)) is not None
     }
+    if "dp" in given and "dp" not in mesh.order:
+        replicas = {"dp_replicate": given.get("dp_replicate", 1)}
+        given.setdefault(mesh.rest, _divide(given["dp"], replicas, mesh.rest))
     order, experts = _read_orders(mesh, settings)
     # One data axis of any size has no siblings, and so no mesh to judge.
     is_plain = found.document.kind == "document" and set(given.values()) <= {1}
@@ -660,7 +681,8 @@ def _join(edits: Sequence[Edit]) -> Iterator[Edit]:
 _VERL = "actor_rollout_ref."
 # Degrees of other meshes than those of the trainer, and of parts of an axis.
 _INNER = re.compile(
-    r"vllm|sglang|rollout|generat|infer|teacher|serv|virtual|ulysses|target|checkpoint|(?:^|[._])(?:ref|gen)[._]"
+    r"vllm|sglang|rollout|generat|infer|teacher|reward|serv|virtual|ulysses|target|checkpoint"
+    r"|(?:^|[._])(?:ref|gen)[._]"
 )
 
 
@@ -675,7 +697,7 @@ def check_unread(
     """
     meshes = found.framework.meshes
     keys = {key for mesh in meshes for key in mesh.keys}
-    section = re.compile(found.mesh.section)
+    section, text = re.compile(found.mesh.section), found.document.text
     for one in found.document.settings:
         prefix, _, key = one.path.rpartition(".")
         is_inside = section.fullmatch(prefix) is not None
@@ -690,10 +712,13 @@ def check_unread(
             continue
         if is_inside and (near := suggest_key(key, found.mesh.keys) or suggest_degree(key)):
             raise UnknownMesh(f"{one.key} is not a key of this program{near}", one.line)
-        is_free = is_inside or not given or found.mesh.keys.get(key, key) not in {key, *given}
+        # Another section may have the size that is read, or one that is replaced (<<).
+        axis = found.mesh.keys.get(key, "")
+        is_other = axis not in given or (prefix and one.value != given[axis] and "<<" not in text)
+        is_free = is_inside or not given or (key in found.mesh.keys and is_other)
         if is_size(key) and is_free and not _INNER.search(one.path.removeprefix(_VERL)):
             # A variable of the file: the degree that refers to it has its value.
-            if re.search(rf"\$\{{[\w.]*\b{re.escape(one.key)}\}}", found.document.text):
+            if re.search(rf"\$\{{[\w.]*\b{re.escape(one.key)}\}}", text):
                 continue
             shown = "" if isinstance(one.value, Computed) else f" = {one.value}"
             raise UnknownMesh(
@@ -710,5 +735,6 @@ def check_unread(
         if replaced is not None:
             is_word = replaced.key.startswith("$")
             what = "has options" if is_word else "names another configuration"
-            why = f"{replaced.key} {what}, which may set {free[0]}; {INSTEAD}"
+            word = replaced.value if replaced.key.isdigit() else replaced.key
+            why = f"{word} {what}, which may set {free[0]}; {INSTEAD}"
             raise UnknownMesh(why, replaced.line)

@@ -125,6 +125,8 @@ _NEMO_LAUNCH: Mapping[str, str] = {
     "cluster.num_nodes": "hosts",
     "cluster.gpus_per_node": "ranks_per_host",
     "num_gpus_per_node": "ranks_per_host",
+    "experiment.runner.nnodes": "hosts",  # of FlagScale
+    "experiment.runner.nproc_per_node": "ranks_per_host",
 }
 _MEGATRON = Framework(
     program="megatron",
@@ -155,9 +157,9 @@ _SWIFT = replace(
 # NeMo Automodel, nemo_automodel/components/distributed/mesh_utils.py, _create_fsdp2_device_mesh:
 # (pp, dp_replicate, dp_shard, cp, tp), and _create_moe_mesh: (ep_shard, ep) over all of them in a
 # stage. NeMo RL's DTensor workers call it: nemo_rl/models/automodel/setup.py, setup_distributed.
-# dp_size is dp_replicate times dp_shard, and follows from the ranks.
+# dp_size is dp_replicate times dp_shard.
 _AUTOMODEL_MESH = Mesh(
-    keys={f"{axis}_size": axis for axis in ("pp", "dp_replicate", "cp", "tp", "ep")},
+    keys={f"{axis}_size": axis for axis in ("pp", "dp_replicate", "dp", "cp", "tp", "ep")},
     order=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
     section=r"(?P<part>)distributed",
     rest="dp_shard",
@@ -185,9 +187,8 @@ _AUTOMODEL = Framework(
 # Lightning, cluster.gpus_per_node of NeMo RL.
 _NEMO_REFUSED = {
     **_MEGATRON_MESH.refused,
-    # NeMo RL, ROLL and RLinf, which start Megatron-LM on a part of the cluster.
+    # NeMo RL and RLinf, which start Megatron-LM on a part of the cluster.
     r".*generation\.colocated\.enabled=false": "training and generation have ranks of their own",
-    r".*\.device_mapping=.*": "each device_mapping has ranks of its own",
     r"cluster\.component_placement\..*=(?!all$).*": "component_placement separates the ranks",
 }
 _NEMO = Framework(
@@ -262,11 +263,13 @@ _TORCHTITAN = Framework(
 # is smaller than the number of ranks; ActorRolloutRefWorker._build_rollout makes (dp, infer_tp,
 # infer_pp). verl/workers/megatron_workers.py starts Megatron-LM with its default order, and
 # verl/trainer/config/engine/megatron.yaml shards the optimizer's state. Ulysses exchanges
-# activations inside of the mesh of FSDP and has no gradients of its own.
+# activations inside of the mesh of FSDP and has no gradients of its own. EasyR1 has worker and fsdp
+# in place of actor_rollout_ref and fsdp_config.
 _VERL_FSDP = Mesh(
     keys={"fsdp_size": "fsdp"},
     order=("ddp", "fsdp"),
-    section=r"(?P<part>actor_rollout_ref)\.actor(?:\.fsdp_config)?",
+    section=r"(?P<part>actor_rollout_ref\.actor|critic(?:\.model)?|worker\.(?:actor|critic))"
+    r"(?:\.fsdp(?:_config)?)?",
     rest="fsdp",
     fill="ddp",
     unless=r"actor_rollout_ref\.actor\.(?:megatron\..*|strategy=(?!fsdp).*)"
@@ -274,7 +277,7 @@ _VERL_FSDP = Mesh(
 )
 _VERL = Framework(
     program="verl",
-    mark=r"actor_rollout_ref\..*",
+    mark=r"actor_rollout_ref\..*|worker\.(?:actor\.(?:fsdp|model)\..*|rollout\.tensor_parallel_size)",
     meshes=(
         _VERL_FSDP,
         replace(
@@ -285,11 +288,12 @@ _VERL = Framework(
         Mesh(
             keys={
                 "tensor_model_parallel_size": "tp",
+                "tensor_parallel_size": "tp",
                 "pipeline_model_parallel_size": "infer_pp",
                 "data_parallel_size": "rollout_dp",
             },
             order=("dp", "tp", "infer_pp"),
-            section=r"(?P<part>actor_rollout_ref)\.rollout",
+            section=r"(?P<part>actor_rollout_ref|worker)\.rollout",
             rest="dp",
             roles={"dp": "apart"},
             needs=frozenset({"tp"}),
@@ -302,7 +306,7 @@ _VERL = Framework(
     ),
     launch={"trainer.nnodes": "hosts", "trainer.n_gpus_per_node": "ranks_per_host"},
     defaults={"hosts": 1, "ranks_per_host": 8},
-    bases=r"(?:\./)?(?:config|ppo_trainer|ppo_megatron_trainer)(?:\.yaml)?",
+    bases=r"(?:\./)?(?:examples/)?(?:config|ppo_trainer|ppo_megatron_trainer)(?:\.yaml)?",
 )
 # verl/trainer/fsdp_sft_trainer.py, under torchrun.
 _VERL_SFT = Framework(
@@ -722,6 +726,63 @@ _AREAL = Framework(
     bases=r".*",  # an allocation is whole
 )
 
+# SkyRL, skyrl/backends/skyrl_train/distributed/fsdp_utils.py, create_device_mesh, has the meshes of
+# verl, and megatron_strategy.py starts Megatron-LM with its default order. Each engine has its
+# ranks, and the critic may have others than the policy.
+_SKYRL_REFUSED = {
+    r"trainer\.critic\.(?:fsdp|megatron)_config\..*_size=(?!-1$|none$|null$).*": (
+        "the critic has a mesh of its own"
+    )
+}
+_SKYRL = Framework(
+    program="unknown",
+    mark=r"trainer\.placement\..*|generator\.inference_engine\..*",
+    meshes=(
+        replace(
+            _VERL_FSDP,
+            keys={"fsdp_size": "fsdp", "sequence_parallel_size": ""},
+            section=r"(?P<part>trainer\.policy)(?:\.fsdp_config)?",
+            unless=r"trainer\.strategy=(?!fsdp).*|trainer\.policy\.megatron_config\..*",
+            refused=_SKYRL_REFUSED,
+        ),
+        replace(
+            _MEGATRON_MESH,
+            section=r"(?P<part>trainer\.policy)\.megatron_config",
+            is_sharded=True,
+            refused=_SKYRL_REFUSED,
+        ),
+        replace(
+            _SERVING_MESH,
+            section=r"(?P<part>generator)\.inference_engine",
+        ),
+    ),
+    launch={
+        "trainer.placement.policy_num_nodes": "hosts",
+        "trainer.placement.policy_num_gpus_per_node": "ranks_per_host",
+    },
+    defaults={"hosts": 1},
+)
+
+# VeOmni, veomni/distributed/parallel_state.py, init_parallel_state: (pp, dp_replicate, dp_shard,
+# ulysses, cp, tp), and for experts (ep_replicate, ep_fsdp, ep). Parameters are sharded along
+# dp_shard, ulysses and cp together.
+_VEOMNI_AXES = ("pp", "dp_replicate", "dp_shard", "ulysses", "cp", "tp")
+_VEOMNI = Framework(
+    program="torch",
+    mark=r"train\.accelerator\..*",
+    meshes=(
+        Mesh(
+            keys={f"{axis}_size": axis for axis in (*_VEOMNI_AXES, "ep")},
+            order=_VEOMNI_AXES,
+            section=r"(?P<part>train)\.accelerator",
+            rest="dp_shard",
+            experts=("pp", "dp_replicate", "efsdp", "ep"),
+            flattened=("dp_shard", "ulysses", "cp"),
+            needs=frozenset({*_VEOMNI_AXES, "ep"}),
+        ),
+    ),
+)
+
 # Plain options: the order of options does not specify the order of ranks, which is torchtitan's.
 _PLAIN_AXES = (
     "pp",
@@ -755,6 +816,8 @@ PLAIN = Framework(
 FRAMEWORKS: tuple[Framework, ...] = (
     *(
         _AREAL,
+        _SKYRL,
+        _VEOMNI,
         _TORCHTITAN,
         _TORCHTUNE,
         _NANOTRON,

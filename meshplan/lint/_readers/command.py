@@ -745,7 +745,7 @@ def _count_ranks(given: Mapping[str, set[int]]) -> dict[str, int]:
 # Part of each key in the table; a text without them has no degrees.
 _MARK = re.compile(
     r"parallel|actor_rollout_ref|fsdp_size|autotp"
-    r"|ring_attn_size|allocation_mode|backend=|(?<![\w-])--?(?:tp|pp|dp|cp|sp|ddp|fsdp)[\w-]*",
+    r"|ring_attn_size|allocation_mode|backend=|trainer\.placement|(?<![\w-])--?(?:tp|pp|dp|cp|sp|ddp|fsdp)[\w-]*",
 )
 _MARK_IN_STRING = re.compile(
     r"--(?:[\w.-]*parallel|(?:[\w.]+[._-])?(?:tp|pp|dp|cp|ep|sp|ddp|fsdp)(?![a-z]))|actor_rollout_ref|\w_parallel_\w+="
