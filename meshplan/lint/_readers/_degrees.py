@@ -336,7 +336,6 @@ def _compile(pattern: str) -> re.Pattern[str]:
 
 # A job has a few.
 _MAX_MESHES = 64
-_ENGINES = ("vllm", "sglang", "serving")
 _EMPTY = ("", "none", "null", "~")
 
 
@@ -369,11 +368,14 @@ def read_document(document: Document, world_size: int | None) -> JobFile:
             made = [*_make_jobs(found, source, part or world_size or total, hosts)]
             is_read |= bool(made)
             # An engine starts its own workers, on as many GPUs of an allocation as it needs.
-            counts = made and world_size is None and framework.program not in _ENGINES
-            if counts and total not in (None, made[0].layout.world_size):
+            is_engine = found.mesh.roles.get("dp") == "apart" and not found.mesh.rest
+            counts = made and world_size is None and not is_engine
+            ranks = made[0].layout.world_size if counts else 0
+            per_host = document.launch.get("ranks_per_host", 1)
+            if ranks and (ranks % per_host if total is None else ranks != total):
+                started = total or f"{per_host} on each host"
                 raise UnknownMesh(
-                    f"its sizes have {made[0].layout.world_size} ranks, and it starts {total}; "
-                    "give the mesh with --mesh"
+                    f"its sizes have {ranks} ranks, and it starts {started}; {INSTEAD}"
                 )
             # One rank has no mesh, but arguments of one rank are what the user asks about.
             least = 1 if document.name == "arguments" else 2
