@@ -686,7 +686,21 @@ _SEQUENCE = Framework(
         "actor.num_gpus_per_node": "ranks_per_host",
     },
     kinds=frozenset({"command"}),
-    word=r"\bswift[ \t]+(?:sft|pt|rlhf)\b|(?:^|\n)[^#\n]*\bcolocate_all",
+    word=r"\bswift[ \t]+(?:sft|pt|rlhf)\b"
+    r"|(?:^|\n)[^#\n]*\bcolocate_all(?!\w*[ \t=]+[fF]alse)",
+)
+# OpenRLHF with engines on ranks of their own.
+_OPENRLHF = replace(
+    _SEQUENCE,
+    meshes=(
+        _SEQUENCE_MESH,
+        replace(
+            _SERVING_MESH,
+            keys=_SEQUENCE.meshes[1].keys,
+            section=r"(?P<part>)(?:vllm)?",
+        ),
+    ),
+    word=r"\bopenrlhf\b",
 )
 
 # AReaL, areal/engine/fsdp_utils/parallel.py, ParallelHelper.build_mesh: (dp, sp, tp), and another
@@ -838,6 +852,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
         _DEEPSPEED,
     ),
     _SEQUENCE,
+    _OPENRLHF,
     *(_PRIME, _LIGHTNING, _TRTLLM, _VLLM, _SGLANG, _SERVING, PLAIN),
 )
 """The first of them whose mark is among the keys of a file reads it."""
