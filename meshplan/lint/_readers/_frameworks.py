@@ -545,8 +545,8 @@ _LIGHTNING = Framework(
 # Sections: a file of engines has a list; vLLM's production stack has vllmConfig in Helm's values;
 # each of the llm_configs of Ray Serve has engine_kwargs.
 _SECTION = (
-    r"(?:(?P<part>\d+\.(?=engine_args)|.*(?=vllm_config|engine_kwargs))?"
-    r"(?:engine_args|engine_kwargs|server_args|vllm|parallel|vllm_config))?"
+    r"(?:(?P<part>.*(?=engine_args|vllm_config|engine_kwargs))?"
+    r"(?:engine_args|engine_kwargs|extra_kwargs|server_args|vllm|parallel|vllm_config))?"
 )
 _SERVING_MESH = Mesh(
     keys={
@@ -555,6 +555,7 @@ _SERVING_MESH = Mesh(
         "prefill_context_parallel_size": "cp",
         "context_parallel_size": "cp",
         "tensor_parallel_size": "tp",
+        "tensor_parallel": "tp",  # argparse takes the beginning of an option
         **{f"{axis}{unit}": axis for axis in ("dp", "pp", "cp", "tp") for unit in ("", "_size")},
     },
     order=("dp", "pp", "cp", "tp"),
@@ -572,14 +573,23 @@ _SERVING_MESH = Mesh(
 )
 _VLLM = Framework(
     program="vllm",
-    mark=r"(?:(?:\d+\.engine_args|.*vllm_config|.*engine_kwargs)\.)?"
+    mark=r"(?:.*(?:engine_args|vllm_config|engine_kwargs)\.)?"
     r"(?:data|pipeline|tensor|prefill_context)_parallel_size"
-    r"|tp|dp|pp|tp_size|dp_size|pp_size",
+    r"|tensor_parallel|tp|dp|pp|tp_size|dp_size|pp_size",
     meshes=(_SERVING_MESH,),
     kinds=frozenset({"document", "command", "python"}),
-    classes=frozenset({"LLM", "EngineArgs", "AsyncEngineArgs"}),
+    # VLLM is LangChain's, and vLLM distilabel's.
+    classes=frozenset(
+        {
+            "LLM",
+            "VLLM",
+            "vLLM",
+            "EngineArgs",
+            "AsyncEngineArgs",
+        }
+    ),
     without=r"(?:fsdp|ddp|dp_shard|dp_replicate)(?:_size|_degree)?",
-    word=r"\bvllm\b|\bmax[-_]model[-_]len\b|^tensor-parallel-size:|\bengine_kwargs\b",
+    word=r"\bvllm\b|\bmax[-_]model[-_]len\b|^tensor-parallel-size:|\bengine_(?:kw)?args\b",
 )
 # Inside of tp: (ep, moe_tp).
 _SGLANG = replace(

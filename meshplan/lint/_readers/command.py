@@ -242,7 +242,7 @@ _OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:[./]\w+)*(?:@[\w.]*)?)=(.*)", 
 _ARGUMENTS = re.compile(
     r"\$\{?([@*]|(?!\w*(?:dist|launch|run|slurm|docker|ray|prof|eval"
     r"|data|optim|wandb|log|output|ckpt|token))"
-    r"\w*(?:arg|option|opts|overr|flags|params|extra|parallel)\w*)"
+    r"\w*(?:arg|option|opts|overr|flags|params|extra(?!ct)|parallel)\w*)"
     r"(?:\[[@*]\]|:\d+)?\}?",
     re.I,
 )
