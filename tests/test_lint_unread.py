@@ -85,9 +85,12 @@ def test_many_unknown_keys_take_time_in_proportion(name: str) -> None:
     [
         ("a.py", "ici_mesh_shape = (-1, 8)\n"),
         ("a.py", "deepspeed.initialize(model=model, mesh_param=(2, 4))\n"),
+        ("a.py", "FSDPConfig(hsdp_sharding_size=5)\n"),
+        ("a.py", "setattr(config.parallelism, 'tensor_parallel_degree', 4)\n"),
+        ("a.py", "config['tensor_parallel_size'] = 8\n"),
         ("a.yaml", "ici_mesh_shape: [-1, 8]\n"),
         ("a.yaml", "ici_mesh_shape:\n  - 1\n  - 8\n"),
     ],
 )
-def test_shape_is_not_judged_whatever_its_first_size(name: str, text: str) -> None:
+def test_size_of_any_form_is_not_judged(name: str, text: str) -> None:
     assert [one.source.line for one in read_jobs(name, text).skipped] == [1]

@@ -19,7 +19,7 @@ from meshplan.lint._readers._numbers import INSTEAD, find_line, is_whole
 
 _UNIT = r"[-_]?(?:size|degree|world[-_]size)"
 _AXIS = r"(?:tp|pp|dp|cp|sp|ep|mp|etp|edp|ddp|fsdp|hsdp)"
-_PART = r"[-_]?(?:shards?|replicas?|replicate|shard[-_]cp)"
+_PART = r"[-_]?(?:shard(?:s|ing)?|replicas?|replicate|shard[-_]cp)"
 _PARALLEL = (
     r"(?:(?:tensor|pipeline|data|context|sequence|expert|model)(?:[-_]model|[-_]tensor)?"
     r"[-_]?parallel(?:ism)?|[a-z]+[-_]parallel(?=[-_](?:size|degree)))"
@@ -71,7 +71,7 @@ _PAIR = re.compile(
     rf"|(?<![\w-])--?(?P<option>[A-Za-z][\w.-]*)(?:=|[ \t]+)[\"']?(?P<given>{_NUMBER})"
 )
 # After a name in Python: the end of a key, an annotation, and the beginning of a degree.
-_VALUE = r"[\"']?\s*+(?::[^=\n]{0,80})?[=:]\s*+[(\[]*+\s*+-?+\s*+[(\[]*+\s*+\d"
+_VALUE = r"[\"']?\]?+\s*+(?::[^=\n]{0,80})?[=:,]\s*+[(\[]*+\s*+-?+\s*+[(\[]*+\s*+\d"
 # Hydra's and OmegaConf's ${trainer.parallelism.tensor_parallel_degree}.
 _REFERENCE = re.compile(r"\$\{[\w.]*\.(\w+)\}")
 # AReaL's sglang:d4p1t2+fsdp:d8t2, with a degree above 1.
@@ -206,6 +206,8 @@ def _find_named_values(node: ast.AST) -> list[tuple[str, ast.expr]]:
             lines = _LINE.finditer(text)
             at = node.lineno
             return [(one["key"], ast.Constant(int(one["size"]), lineno=at)) for one in lines]
+        case ast.Call(func=ast.Name("setattr"), args=[_, ast.Constant(str(key)), value]):
+            return [(key, value)]
         case ast.Call():
             pairs = [(one.arg, one.value) for one in node.keywords if one.arg]
             # OLMo-core's TransformerDataParallelConfig
@@ -216,8 +218,13 @@ def _find_named_values(node: ast.AST) -> list[tuple[str, ast.expr]]:
             keys = [(getattr(key, "value", None), value) for key, value in items]
             pairs = [(key, value) for key, value in keys if isinstance(key, str)]
         case ast.Assign(targets=targets, value=value):
-            names = [getattr(one, "attr", getattr(one, "id", None)) for one in targets]
-            return [(key, value) for key in names if key]
+            # config["tp_size"] = 8
+            inner = [getattr(one, "slice", one) for one in targets]
+            names = [
+                getattr(one, "attr", getattr(one, "id", getattr(one, "value", None)))
+                for one in inner
+            ]
+            return [(key, value) for key in names if isinstance(key, str)]
         case ast.AnnAssign(target=ast.Name(name), value=ast.expr() as value):
             return [(name, value)]
     if {"zero1", "tensor"} <= {key for key, _ in pairs}:

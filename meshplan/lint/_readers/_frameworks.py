@@ -773,7 +773,10 @@ _SKYRL = Framework(
             _MEGATRON_MESH,
             section=r"(?P<part>trainer\.policy)\.megatron_config",
             is_sharded=True,
-            refused=_SKYRL_REFUSED,
+            refused={
+                **_SKYRL_REFUSED,
+                r"trainer\.strategy=fsdp.*": "FSDP does not read megatron_config",
+            },
         ),
         replace(
             _SERVING_MESH,
