@@ -39,7 +39,9 @@ _BASE = re.compile(
 _WORD = re.compile(r"(?!(?:true|false|null|none)$)[A-Za-z_][\w/-]*", re.I)
 _ROOTS = ("", "_global_")
 # Options that name a file of settings.
-_CONFIG = re.compile(r"(?:.*\.)?(?:config(?:_name|_path|_dir|_file)?|yaml_cfg)")
+_CONFIG = re.compile(
+    r"(?:.*\.)?(?:config(?:_name|_path|_dir|_file)?|yaml_cfg|(?:model_)?recipe(?:_name)?)"
+)
 
 
 class Computed(NamedTuple):
@@ -728,6 +730,10 @@ def check_unread(
                 one.line,
             )
     free = [axis for axis in order if axis not in given]
+    if found.document.kind == "command" and {"dp", "dp_replicate"} <= {*free}:
+        # Options of a model and recipes may have experts, but no instances of the optimizer.
+        free = ["ep" if axis == "dp_replicate" else axis for axis in free]
+        free = [axis for axis in free if axis not in given]
     fixed = math.prod(given.get(axis, 1) for axis in order)
     # One axis follows from the ranks of the job.
     if len(free) > any(axis in free for axis in (found.mesh.rest, found.mesh.fill)) and (
