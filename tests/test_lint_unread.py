@@ -80,6 +80,12 @@ def test_many_unknown_keys_take_time_in_proportion(name: str) -> None:
     assert time.process_time() - before < 30
 
 
+def test_long_name_takes_time_in_proportion() -> None:
+    before = time.process_time()
+    read_jobs("a.py", "x_parallel_degree" * 8000 + " = 4\n")
+    assert time.process_time() - before < 3
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -218,7 +218,7 @@ def _find_named_values(node: ast.AST) -> list[tuple[str, ast.expr]]:
             keys = [(getattr(key, "value", None), value) for key, value in items]
             pairs = [(key, value) for key, value in keys if isinstance(key, str)]
         case ast.Assign(targets=targets, value=value):
-            # config["tp_size"] = 8
+            # An item, as config["tp_size"], has a slice.
             inner = [getattr(one, "slice", one) for one in targets]
             names = [
                 getattr(one, "attr", getattr(one, "id", getattr(one, "value", None)))

@@ -745,10 +745,12 @@ def _count_ranks(given: Mapping[str, set[int]]) -> dict[str, int]:
 # Part of each key in the table; a text without them has no degrees.
 _MARK = re.compile(
     r"parallel|actor_rollout_ref|fsdp_size|autotp"
-    r"|ring_attn_size|allocation_mode|backend=|trainer\.placement|(?<![\w-])--?(?:tp|pp|dp|cp|sp|ddp|fsdp)[\w-]*",
+    r"|ring_attn_size|allocation_mode|backend=|trainer\.placement"
+    r"|(?<![\w-])--?(?:tp|pp|dp|cp|sp|ddp|fsdp)[\w-]*",
 )
 _MARK_IN_STRING = re.compile(
-    r"--(?:[\w.-]*parallel|(?:[\w.]+[._-])?(?:tp|pp|dp|cp|ep|sp|ddp|fsdp)(?![a-z]))|actor_rollout_ref|\w_parallel_\w+="
+    r"--(?:[\w.-]*parallel|(?:[\w.]+[._-])?(?:tp|pp|dp|cp|ep|sp|ddp|fsdp)(?![a-z]))"
+    r"|actor_rollout_ref|\w_parallel_\w{1,99}="
 )
 # An option with a value, or Hydra's override, in a string.
 _OPTION = re.compile(r"(?<![\w-])--?[A-Za-z][\w.-]*[= ]+[^\s-]|(?<![\w.])[a-z]\w*(?:\.\w+)+=\S")
