@@ -219,10 +219,10 @@ def _find_named_values(node: ast.AST) -> list[tuple[str, ast.expr]]:
             pairs = [(key, value) for key, value in keys if isinstance(key, str)]
         case ast.Assign(targets=targets, value=value):
             # An item, as config["tp_size"], has a slice.
-            inner = [getattr(one, "slice", one) for one in targets]
+            parts = [getattr(one, "slice", one) for one in targets]
             names = [
-                getattr(one, "attr", getattr(one, "id", getattr(one, "value", None)))
-                for one in inner
+                getattr(part, "attr", getattr(part, "id", getattr(part, "value", None)))
+                for part in parts
             ]
             return [(key, value) for key in names if isinstance(key, str)]
         case ast.AnnAssign(target=ast.Name(name), value=ast.expr() as value):
