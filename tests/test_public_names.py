@@ -1,4 +1,4 @@
-"""The public names are the headings of docs/api, documented, and the only ones that pages import."""
+"""The public names are the rows of docs/api, documented, and the only ones that pages import."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def listed() -> dict[str, list[str]]:
     """The names of docs/api by module."""
     found: dict[str, list[str]] = {}
     for path in sorted((ROOT / "docs" / "api").glob("*.md")):
-        for module, name in re.findall(r"^## `([\w.]+)\.(\w+)`$", path.read_text("utf-8"), re.M):
+        rows = re.findall(r"^\| (`meshplan.*`) \|", path.read_text("utf-8"), re.M)
+        for module, name in re.findall(r"`([\w.]+)\.(\w+)`", " ".join(rows)):
             found.setdefault(module, []).append(name)
     return found
 
