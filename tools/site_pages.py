@@ -117,6 +117,8 @@ def on_files(files: Files, config: Any) -> Files:
         text, _ = rewrite_links(text, origin, place)
         if place == "codes.md":
             text = f"{text}\n" + "\n".join(_list_codes())
+        if place == "architecture.md":
+            text = f"{text}\n" + "\n".join(_list_decisions())
         if place == "api.md":
             text = text.replace("<!-- names -->", "\n".join(_list_names()))
         if place == "cost.md":
@@ -146,6 +148,12 @@ def _list_names() -> Iterator[str]:
             for name in re.findall("`(.*?)`", row):
                 doc = pydoc.locate(name).__doc__ if callable(pydoc.locate(name)) else ""
                 yield f"| [`{name}`][{name}] | {(doc or '').strip().partition(chr(10))[0]} |"
+
+
+def _list_decisions() -> Iterator[str]:
+    for page in sorted((ROOT / "docs" / "adr").glob("*.md")):
+        title = page.read_text(encoding="utf-8").partition("\n")[0]
+        yield f"{title[2:].replace('. ', '. [', 1)}](adr/{page.name})"
 
 
 def _list_codes() -> Iterator[str]:
