@@ -34,8 +34,7 @@ def listed() -> dict[str, list[str]]:
     """The names of docs/api by module."""
     found: dict[str, list[str]] = {}
     for path in sorted((ROOT / "docs" / "api").glob("*.md")):
-        rows = re.findall(r"^\| (`meshplan.*`) \|", path.read_text("utf-8"), re.M)
-        for module, name in re.findall(r"`([\w.]+)\.(\w+)`", " ".join(rows)):
+        for module, name in re.findall(r"(?m)`([\w.]+)\.(\w+)`(?=.*\|$)", path.read_text("utf-8")):
             found.setdefault(module, []).append(name)
     return found
 

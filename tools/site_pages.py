@@ -22,8 +22,8 @@ from tools import site_cost
 ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"(\]\()([^()\s]+)(\))")
 _FENCE = re.compile(r"^( *)(```+).*?^\1\2$|`[^`\n]+`", re.M | re.S)
-# A row of a page of the API: public names, and where they are used.
-_NAMES = re.compile(r"^\| (`meshplan\..*`) \| ?(.*)\|$", re.M)
+# A public name, in a row of a page of the API.
+_NAME = re.compile(r"`(meshplan\.[\w.]+)`(?=.*\|$)", re.M)
 _CHART = "\n".join(
     f"![Slowdown of one all-reduce by number of GPUs, predicted](cost-{theme}.svg#only-{theme})"
     for theme in ("light", "dark")
@@ -129,7 +129,7 @@ def on_files(files: Files, config: Any) -> Files:
             text = text.replace("`make docs-serve` shows the table here.", site_cost.make_table())
         if place.startswith("api/"):
             text = re.sub(r"^\| name \|.*\n\|---.*\n", "", text, flags=re.M)
-            text = _NAMES.sub(_document_names, text)
+            text = re.sub(r"^\| (`.*`) \| ?(.*)\|$", _document_names, text, flags=re.M)
         if existing := files.get_file_from_path(place):
             files.remove(existing)
         files.append(File.generated(config, place, content=text))
@@ -138,16 +138,15 @@ def on_files(files: Files, config: Any) -> Files:
 
 def _document_names(row: re.Match[str]) -> str:
     see = f"\n\nSee {row[2]}\n" if row[2] else "\n"
-    return "".join(f"::: {name}{see}" for name in re.findall("`(.*?)`", row[1]))
+    return "".join(f"::: {name}{see}" for name in _NAME.findall(row[0]))
 
 
 def _list_names() -> Iterator[str]:
     yield "| name | |\n|---|---|"
     for page in sorted((ROOT / "docs" / "api").glob("*.md")):
-        for row, _ in _NAMES.findall(page.read_text(encoding="utf-8")):
-            for name in re.findall("`(.*?)`", row):
-                doc = pydoc.locate(name).__doc__ if callable(pydoc.locate(name)) else ""
-                yield f"| [`{name}`][{name}] | {(doc or '').strip().partition(chr(10))[0]} |"
+        for name in _NAME.findall(page.read_text(encoding="utf-8")):
+            doc = pydoc.locate(name).__doc__ if callable(pydoc.locate(name)) else ""
+            yield f"| [`{name}`][{name}] | {(doc or '').strip().partition(chr(10))[0]} |"
 
 
 def _list_decisions() -> Iterator[str]:
