@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from mkdocs.structure.files import File, Files
 
+from meshplan.lint._roles import AXIS_NAMES
 from meshplan.lint._rules import ERRORS, RULES, format_rule_page
 from tools import site_cost
 
@@ -117,6 +118,10 @@ def on_files(files: Files, config: Any) -> Files:
         text, _ = rewrite_links(text, origin, place)
         if place == "codes.md":
             text = f"{text}\n" + "\n".join(_list_codes())
+        if place == "lint.md":
+            for role, names in AXIS_NAMES.items():
+                row = rf"^(\| {role} \|.*\| )such as .*\|$"
+                text = re.sub(row, rf"\1`{'`, `'.join(names)}` |", text, flags=re.M)
         if place == "architecture.md":
             text = f"{text}\n" + "\n".join(_list_decisions())
         if place == "api.md":
