@@ -84,7 +84,9 @@ def mark_written(tensors: Iterable[Tensor]) -> None:
     it when the reduction is issued: selective checkpointing keeps a result from then on, and
     refuses it if its version changes later, when another thread writes it.
     """
-    increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+    for tensor in tensors:
+        if not tensor.is_inference():
+            increment_version(tensor)
 
 
 def writable(tensor: Tensor) -> Tensor:

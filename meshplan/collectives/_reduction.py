@@ -407,7 +407,7 @@ def run_list(
 
     if alone:
         value = run_one(tensors[0], shards[0] if shards else None)
-        return [value if outs is None else outs[0].copy_(value)]
+        return [value if outs is None or value is outs[0] else outs[0].copy_(value)]
     _compare_lists(kind, tensors, shards, options, group, apart, ticket)
     results = [*tensors]
     for bucket in _buckets(tensors, options, shards):

@@ -38,7 +38,7 @@ from meshplan.execute._groups import StepGroups
 from meshplan.execute._header import Header, tensor_header
 from meshplan.execute._provenance import MAX_RECORDS, Event, Purpose, record
 from meshplan.execute._shards import select_shard
-from meshplan.execute._wire import Wire, is_captured, is_compiled, is_traced
+from meshplan.execute._wire import Wire, is_captured, is_traced
 from meshplan.execute.paths import Outcome, Path, get_path
 from meshplan.execute.paths._shared_memory import SharedMemoryPath
 from meshplan.flatten import GroupHandle
@@ -142,6 +142,10 @@ class BoundReduction:
         if traced is None:
             traced = is_traced(tensor)
         chosen = self._choose(tensor, groups, traced)
+        if chosen.direct is not None:
+            directly = self._run_directly(tensor, groups, ticket, written)
+            if directly is not None:
+                return directly
         # Real and imaginary parts are two elements. A dtype outside the contract runs on the
         # backend's own all-reduce, which the report shows as a fallback.
         summand = tensor.resolve_neg()
@@ -154,11 +158,13 @@ class BoundReduction:
         if OBSERVING.observer is not None:
             native: Extent = "fallback" if chosen.fallback else "native"
             run = partial(within, "counted" if in_contract else native, run)
-        if traced:
-            reduced = run()
-        else:
+        if not traced:
+            run = partial(_guarded, run, groups, tensor.device.type, purpose)
+        if not traced and (profiler_enabled() or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
             with span(step.kind, step.op, chosen.path.reported_name):
-                reduced = _guarded(run, groups, tensor.device.type, purpose)
+                reduced = run()
+        else:
+            reduced = run()
         result = reduced.tensor
         # A graph keeps each wait, even one whose result is unused, such as backward's copies. So
         # only a pending result is waited for.
@@ -200,32 +206,42 @@ class BoundReduction:
         traced: bool | None = None,
         written: Sequence[Tensor] = (),
     ) -> Tensor:
-        """As ``start``, waited for; counts the call, and audits it where that is its turn. Without
-        operators, if the kernel's call is all, and unwatched.
-        """
-        is_plain = is_plain_memory(tensor) and not (is_watched() or is_compiled())
-        direct = self._find_direct(tensor) if is_plain else None
-        if direct is not None:
-            started, shape, lengths = time.perf_counter(), tensor.shape, self.step.lengths
-            if lengths and not self.step.leaves:
-                shape = torch.Size((lengths[groups.position], *shape[1:]))
-            # A failed call fills it, and leaves the caller's tensor as it is.
-            out = torch.empty(
-                shape,
-                dtype=tensor.dtype,
-                device=tensor.device,
-            )
-            large_pages(out)
-            kernel, event = direct
-            _guarded(partial(kernel, tensor, out, ticket), groups, "cpu", self.purpose)
-            seconds = time.perf_counter() - started
-            record(event, tensor.numel(), tensor.nbytes, seconds, False, groups, written)
-            return out
-        how: dict[str, Any] = {"traced": traced, "ticket": ticket, "written": written}
-        audit = self.next_audit(tensor, groups)
-        pending = self.start(tensor.detach(), groups, audit=audit, **how)
-        result: Tensor = _ops.wait_tensor(pending)
+        """As ``start``, waited for; counts the call, and audits it where that is its turn."""
+        if traced is None:
+            traced = is_traced(tensor)
+        result = None if traced else self._run_directly(tensor, groups, ticket, written)
+        if result is None:
+            how: dict[str, Any] = {"traced": traced, "ticket": ticket, "written": written}
+            audit = self.next_audit(tensor, groups)
+            pending = self.start(tensor.detach(), groups, audit=audit, **how)
+            result = _ops.wait_tensor(pending)
         return result
+
+    def _run_directly(
+        self,
+        tensor: Tensor,
+        groups: StepGroups,
+        ticket: int,
+        written: Sequence[Tensor],
+    ) -> Tensor | None:
+        """Reduce without operators. ``None``, with nothing done, if a reduction is more than the
+        kernel's call, or if operators are watched.
+        """
+        started, direct = time.perf_counter(), self._find_direct(tensor)
+        if direct is None or not is_plain_memory(tensor) or is_watched():
+            return None
+        # A failed call fills it, and leaves the caller's tensor as it is.
+        if self.step.lengths and not self.step.leaves:
+            length = self.step.lengths[groups.position]
+            out = tensor.new_empty((length, *tensor.shape[1:]))
+        else:
+            out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        kernel, event = direct
+        run = partial(kernel, tensor, large_pages(out), ticket)
+        _guarded(run, groups, "cpu", self.purpose)
+        seconds = time.perf_counter() - started
+        record(event, tensor.numel(), tensor.nbytes, seconds, False, groups, written)
+        return out
 
     def run_into(self, message: Tensor, out: Tensor, ticket: int) -> bool:
         """Reduce ``message`` into ``out``, of the same dtype, which may be the same tensor; both
@@ -277,7 +293,7 @@ class BoundReduction:
         # The ordinary way refuses a thread that flushes subnormal numbers, and leaves the summand
         # for ``keep``.
         flushes = _SMALLEST_SUBNORMAL * 1.0 == 0.0
-        return None if chosen is None or flushes or OBSERVING.keep else chosen.direct
+        return None if chosen is None or flushes or OBSERVING.keep is not None else chosen.direct
 
     def _event(
         self,
