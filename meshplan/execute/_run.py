@@ -146,13 +146,7 @@ class BoundReduction:
             directly = self._run_directly(tensor, groups, ticket, written)
             if directly is not None:
                 return directly
-        # Real and imaginary parts are two elements. A dtype outside the contract runs on the
-        # backend's own all-reduce, which the report shows as a fallback.
-        summand = tensor.resolve_neg()
-        if chosen.pairs:
-            summand = torch.view_as_real(tensor.resolve_conj())
-        if step.norm is not None:
-            summand = summand**step.norm
+        summand = _summand(tensor, chosen.pairs, step)
         in_contract = chosen.path.in_contract and step.contract
         run = partial(_reduced, summand, step, groups, chosen, traced, ticket, calls)
         if OBSERVING.observer is not None:
@@ -421,6 +415,13 @@ def compare_headers(
     wire = GlooWire(groups, (groups.rank, header), ticket)
     _guarded(wire.compare, groups, tensor.device.type, purpose)
     return tuple(wire.log.names)
+
+
+def _summand(tensor: Tensor, pairs: bool, step: Step) -> Tensor:
+    # Real and imaginary parts are two elements. A dtype outside the contract runs on the backend's
+    # own all-reduce, which the report shows as a fallback.
+    found = torch.view_as_real(tensor.resolve_conj()) if pairs else tensor.resolve_neg()
+    return found if step.norm is None else found**step.norm
 
 
 def _reduced(
