@@ -22,12 +22,17 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshplan
-from meshplan import deterministic_all_reduce
-from meshplan.collectives import _reduction
+from meshplan import deterministic_all_reduce, deterministic_reduce_scatter
+from meshplan._observing import OBSERVING
+from meshplan.collectives import _reduction, functional
 from meshplan.contract import Contract
+from meshplan.definition import reduce_leaves
 from meshplan.dtensor import _seam
 from meshplan.dtensor._partial import THREAD
 from meshplan.errors import GroupAgreementError
+from meshplan.execute import _run
+from tests.backend.test_reductions import bits, summand
+from tests.backend.test_steady import Operators
 from tests.processes import run_ranks
 from tests.traffic import Issued
 
@@ -359,3 +364,132 @@ def test_steps_of_collectives_are_bounded_and_go_with_their_group() -> None:
             assert len(steps) == 2
         gc.collect()
         assert len(_reduction._BOUND) == before
+
+
+def count_ordinary() -> Any:
+    """A mock around what runs a reduction by more than the kernel's call."""
+    return mock.patch.object(_run, "_reduced", side_effect=_run._reduced)
+
+
+def repeat_each_way(rank: int) -> dict[str, int]:
+    """How many of three repeated calls of each way ran the ordinary way; -1 for other bits."""
+    mesh, group = init_device_mesh("cpu", (2,)), dist.new_group(backend="meshplan")
+    leaves = [summand(place, torch.float32, 60).view(10, 6) for place in range(2)]
+    whole, mine = reduce_leaves(leaves, "sum", [2]), leaves[rank]
+    flat, block, out = mine.reshape(-1), whole.chunk(2)[rank], torch.empty(10, 6)
+    # Each written tensor ends in the middle of a line, at an address that is only aligned to it.
+    inside = torch.empty(61)[1:].view(10, 6)
+    scatter, reduced = deterministic_reduce_scatter, [R]
+
+    def in_place(x: torch.Tensor, run: Callable[[torch.Tensor], object]) -> torch.Tensor:
+        run(x.copy_(mine))
+        return x
+
+    def redistribute() -> torch.Tensor:
+        d = DTensor.from_local(mine, mesh, [P], run_check=False)
+        return d.redistribute(mesh, reduced).to_local()
+
+    wide = torch.empty(10, 12)[:, ::2]
+    ways: dict[str, tuple[Callable[[], Any], torch.Tensor]] = {
+        "in place": (lambda: in_place(inside, deterministic_all_reduce), whole),
+        "out": (lambda: deterministic_all_reduce(mine, out=out), whole),
+        "out is the block": (lambda: scatter(mine, out=out[:5]), block),
+        "async": (lambda: deterministic_all_reduce(mine.clone(), async_op=True).result(), whole),
+        "scatter": (lambda: scatter(mine), block),
+        "flat scatter": (lambda: scatter(flat), block.reshape(-1)),
+        "uneven": (lambda: scatter(mine, sizes=[3, 7]), whole.split([3, 7])[rank]),
+        "empty": (lambda: scatter(mine, sizes=[10, 0]), whole.split([10, 0])[rank]),
+        "columns": (lambda: scatter(mine, dim=1), whole.chunk(2, 1)[rank]),
+        "strided": (lambda: in_place(wide, deterministic_all_reduce), whole),
+        "gradient": (lambda: functional.all_reduce(mine.clone().requires_grad_()), whole),
+        "redistribution": (redistribute, whole),
+        "backend": (lambda: in_place(inside, lambda x: dist.all_reduce(x, group=group)), whole),
+    }
+    found = {}
+    with meshplan.installed():
+        for way, (call, wanted) in ways.items():
+            # The group connects, and the kernel's call is prepared.
+            call()
+            with count_ordinary() as ordinary:
+                same = [bits(call()) for _ in range(3)] == [bits(wanted)] * 3
+            found[way] = ordinary.call_count if same else -1
+    return found
+
+
+def test_repeated_calls_of_each_way_have_the_bits_and_run_the_kernel_alone() -> None:
+    for found in run_ranks(repeat_each_way, 2):
+        # Parts of columns are no blocks of the message, and strided tensors no plain memory.
+        assert found == {**dict.fromkeys(found, 0), "columns": 3, "strided": 3}
+
+
+def watch_calls(rank: int) -> dict[str, Any]:
+    """Which calls run the ordinary way, and what their watchers and callers see."""
+    x, plain = torch.ones(5), torch.ones(5)
+    for _ in range(2):
+        deterministic_all_reduce(x)
+    kept: list[list[float]] = []
+    seen = Operators()
+
+    def keep(_: object, __: object, summand: torch.Tensor, ___: object) -> None:
+        kept.append(summand.tolist())
+
+    profile = torch.profiler.profile(acc_events=True)
+    watchers = {
+        "mode": seen,
+        "profiler": profile,
+        "keep": mock.patch.object(OBSERVING, "keep", keep),
+    }
+    found: dict[str, Any] = {}
+    for name, watcher in watchers.items():
+        with count_ordinary() as ordinary, watcher:
+            deterministic_all_reduce(plain, out=x)
+        found[name] = ordinary.call_count, x.tolist()
+    found["operators"] = any("peer_reduce" in name for name in seen.names)
+    found["spans"] = sum(event.name.startswith("meshplan::all_red") for event in profile.events())
+    found["kept"] = kept
+    torch.set_flush_denormal(True)
+    with pytest.raises(meshplan.MeshplanError) as caught:
+        deterministic_all_reduce(x)
+    torch.set_flush_denormal(False)
+    found["flushing"] = caught.value.code
+    meshplan.clear_report()
+    counted = meshplan.coverage()
+    before = x._version
+    with count_ordinary() as ordinary, counted:
+        deterministic_all_reduce(x)
+    (entry,) = meshplan.report().entries
+    found["counted"] = (
+        ordinary.call_count,
+        entry["count"],
+        counted.steps[0].to_scalars()["meshplan/contract/count"],
+        x._version - before,
+    )
+    with torch.inference_mode():
+        found["inference"] = deterministic_all_reduce(torch.ones(5)).is_inference()
+    # A call that all ranks refuse leaves the tensor as it is, and the group usable.
+    for numel in (3, 4, 3, 4):
+        deterministic_all_reduce(torch.ones(numel))
+    y = torch.full((3 + rank,), 1.5)
+    with count_ordinary() as ordinary, pytest.raises(meshplan.MeshplanError) as caught:
+        deterministic_all_reduce(y)
+    found["differing"] = caught.value.code, ordinary.call_count, set(y.tolist())
+    found["next"] = deterministic_all_reduce(plain).tolist()
+    return found
+
+
+def test_watched_calls_run_operators_and_checks_stay() -> None:
+    ordinary = 1, [2.0] * 5
+    expected = {
+        "mode": ordinary,
+        "profiler": ordinary,
+        "keep": ordinary,
+        "operators": True,
+        "spans": 1,
+        "kept": [[1.0] * 5],
+        "flushing": "MP413",
+        "counted": (0, 1, 1, 1),
+        "inference": True,
+        "differing": ("MP703", 0, {1.5}),
+        "next": [2.0] * 5,
+    }
+    assert run_ranks(watch_calls, 2) == [expected] * 2
