@@ -148,7 +148,7 @@ def is_forked() -> bool:
 
 def refuse_forked() -> None:
     """Raise GroupStateError if the default group is that of the process that forked this one."""
-    if from_parent is not None and is_forked():
+    if is_forked():
         raise GroupStateError(
             f"process {os.getpid()} is a fork of process {_parent}, which owns these process "
             "groups: peers would receive the messages of both, mixed; "
