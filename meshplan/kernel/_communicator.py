@@ -181,7 +181,13 @@ class Communicator(ABC, Generic[_Call]):
     device_type: str
     one_shot_bytes: int  # up to how many bytes one-shot is the faster mode; it cannot change a bit
 
-    def __init__(self, name: str, ranks: Sequence[int], rank: int, timeout: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        timeout: float,
+    ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
         self.rank = rank
@@ -216,7 +222,13 @@ class Communicator(ABC, Generic[_Call]):
         """A call as ``_run`` takes it, made once for many."""
 
     @abstractmethod
-    def _run(self, call: _Call, message: Tensor, out: Tensor, ticket: int) -> None:
+    def _run(
+        self,
+        call: _Call,
+        message: Tensor,
+        out: Tensor,
+        ticket: int,
+    ) -> None:
         """Reduce."""
 
     def prepare(self, key: CallKey) -> _Call:
