@@ -193,8 +193,7 @@ class BoundTable:
                 value = bound.run(value, groups, ticket.word, written=written)
                 equal = cut is None or {*cut[1]} == {output.numel()}
                 if equal and operation.factor is None and _can_repeat(tensor, output):
-                    op = getattr(dist.ReduceOp, operation.name.upper())
-                    self._keep((kind, int(op), tensor.dtype, output.shape), bound)
+                    self._keep(kind, operation.name, tensor, output, bound)
             if value is not output and output.numel():
                 output.copy_(rounded(value, output.dtype).view(output.shape))
 
@@ -207,12 +206,20 @@ class BoundTable:
         shards = 0, (flat.numel() // ranks,) * ranks
         bound, groups = bind(flat, how, group, EXCHANGE, ticket, shards=shards)
         flat.copy_(bound.run(flat, groups, ticket.word))
-        self._keep((EXCHANGE, int(dist.ReduceOp.SUM), flat.dtype, flat.shape), bound)
+        self._keep(EXCHANGE, "sum", flat, flat, bound)
 
-    def _keep(self, key: Hashable, bound: BoundReduction) -> None:
+    def _keep(
+        self,
+        kind: Kind | Exchange,
+        op: str,
+        message: Tensor,
+        out: Tensor,
+        bound: BoundReduction,
+    ) -> None:
         if len(self._bound) >= MAX_BOUND:
             self._bound.clear()
-        self._bound[key] = bound
+        number = int(getattr(dist.ReduceOp, op.upper()))
+        self._bound[kind, number, message.dtype, out.shape] = bound
 
     def _repeat(
         self,
