@@ -154,7 +154,7 @@ class BoundReduction:
             run = partial(within, "counted" if in_contract else native, run)
         if not traced:
             run = partial(_guarded, run, groups, tensor.device.type, purpose)
-        if not traced and (profiler_enabled() or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        if not traced and (profiler_enabled() or torch.cuda.is_initialized()):
             with span(step.kind, step.op, chosen.path.reported_name):
                 reduced = run()
         else:
@@ -321,8 +321,8 @@ class BoundReduction:
         is_plain = step.norm is None and self.audit is None and not (traced or chosen.pairs)
         if not (is_plain and isinstance(path, SharedMemoryPath) and peers and tensor.is_cpu):
             return event
-        # The parts of a message are blocks of it where its first dim is split.
-        in_blocks = step.scatter == (((0, 0),) if step.lengths else ())
+        # The parts of a message are blocks of it where its first dim is split among all ranks.
+        in_blocks = step.scatter == (((0, 0),) if len(step.lengths) == peers.size else ())
         if in_blocks and collectives == path.collectives:
             kernel = path.prepare(tuple(tensor.shape), tensor.dtype, step, peers)
             chosen.direct = kernel, event
