@@ -279,7 +279,14 @@ def find_group(
     kind, path = tensor.device.type, options.path
     token = Record.of(contract=options.contract.id, path=path, audit=options.audit)
     peers, call = sharing_of(path, kind), ticket.number
-    return registry().of(group, kind, token=token, peers=peers, apart=apart, call=call)
+    return registry().of(
+        group,
+        kind,
+        token=token,
+        peers=peers,
+        apart=apart,
+        call=call,
+    )
 
 
 def read_group(group: GroupLike | None) -> ProcessGroup | None:

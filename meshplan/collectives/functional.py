@@ -54,7 +54,14 @@ def _reduce(tensor: Tensor, shards: Shards | None, *how: Any, in_place: bool = F
     check_summand(tensor, options)
     found = resolve_group(group, None if shards is None else len(shards[1]))
     with calls_of(found).take(tensor.device.type) as ticket:
-        return reduce_tensor(tensor, options, found, ticket, shards=shards, in_place=in_place)
+        return reduce_tensor(
+            tensor,
+            options,
+            found,
+            ticket,
+            shards=shards,
+            in_place=in_place,
+        )
 
 
 def _all_reduce(tensor: Tensor, *how: Any) -> Tensor:

@@ -441,7 +441,12 @@ class DeviceCommunicator(Communicator[_Call]):
         self._lanes = lanes
         usual = next(size for most, size in DEVICE_ONE_SHOT_BYTES if self.size <= most)
         self.one_shot_bytes = usual if one_shot_bytes is None else one_shot_bytes
-        self._peers = Peers(world=self.size, rank=rank, blocks=blocks, tile=tile_bytes(self.size))
+        self._peers = Peers(
+            world=self.size,
+            rank=rank,
+            blocks=blocks,
+            tile=tile_bytes(self.size),
+        )
         self._peers.region[: self.size] = regions.addresses
         with device.driver.current():
             self._order = StreamOrder(device.driver)

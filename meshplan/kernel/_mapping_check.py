@@ -101,7 +101,12 @@ class DeviceProbe:
     ) -> None:
         self._device = device
         size = len(addresses)
-        self._peers = Peers(world=size, rank=rank, blocks=blocks, tile=tile_bytes(size))
+        self._peers = Peers(
+            world=size,
+            rank=rank,
+            blocks=blocks,
+            tile=tile_bytes(size),
+        )
         self._peers.region[:size] = addresses
         self._wait = wait
 
