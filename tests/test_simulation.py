@@ -224,7 +224,7 @@ def test_simulation_matches_the_model_backend(algorithm: Algorithm, op: ReduceOp
         for start, stop, chunk in pieces:
             ring = nccl_order.ring_tree(nccl_order.ring_order(placed), chunk)
             tree = ring if algorithm == "ring" else nccl_order.tree_tree(placed)
-            expected[start:stop] = rules.evaluate(tree, parts[:, start:stop].clone())
+            expected[start:stop] = rules.evaluate(tree, rules.scale(parts[:, start:stop].clone()))
         summands = [row.float().numpy() for row in rows]
         found = add_rows(siblings, algorithm, group, summands, pieces, "bfloat16")
         assert torch.equal(torch.from_numpy(found).view(torch.int32), bits(expected.float()))
