@@ -49,6 +49,7 @@ def show(text):
 
 def main():
     show("runs " + __file__)
+    print(*sorted(name for name in globals() if name.startswith("__")), type(__loader__))
     match sys.argv[1:]:
         case ["raise"]:
             raise ValueError("of the script")

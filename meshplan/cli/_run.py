@@ -16,6 +16,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
@@ -134,13 +135,22 @@ def _execute(name: str, source: bytes | None, arguments: list[str]) -> None:
     path = os.path.abspath(name)
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if source is None else os.path.dirname(os.path.realpath(path))
+    first = sys.modules["__main__"]
     module = sys.modules["__main__"] = ModuleType("__main__")
     module.__dict__["__builtins__"] = builtins
+    # Newer Pythons compute it.
+    if "__annotations__" in vars(first):
+        module.__annotations__ = {}
     if source is None:
         # What python -m itself calls; run_module would end with another __main__.
         runpy._run_module_as_main(name)  # type: ignore[attr-defined]
     else:
         module.__file__ = path
+        module.__dict__["__cached__"] = None
+        module.__loader__ = SourceFileLoader(
+            "__main__",
+            path,
+        )
         exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
 
 
