@@ -464,6 +464,10 @@ def watch_calls(rank: int) -> dict[str, Any]:
         counted.steps[0].to_scalars()["meshplan/contract/count"],
         x._version - before,
     )
+    scale = torch.func.grad(
+        lambda p: (p * deterministic_all_reduce(plain, out=torch.ones(5))).sum()
+    )
+    found["transformed"] = scale(torch.ones(5)).tolist()
     with torch.inference_mode():
         found["inference"] = deterministic_all_reduce(torch.ones(5)).is_inference()
     # A call that all ranks refuse leaves the tensor as it is, and the group usable.
@@ -488,6 +492,7 @@ def test_watched_calls_run_operators_and_checks_stay() -> None:
         "kept": [[1.0] * 5],
         "flushing": "MP413",
         "counted": (0, 1, 1, 1),
+        "transformed": [2.0] * 5,
         "inference": True,
         "differing": ("MP703", 0, {1.5}),
         "next": [2.0] * 5,

@@ -230,6 +230,9 @@ class BoundReduction:
             out = tensor.new_empty((length, *tensor.shape[1:]))
         else:
             out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        # Inside a transformation, such as grad, what is made is a wrapper.
+        if not is_plain_memory(out):
+            return None
         kernel, event = direct
         run = partial(kernel, tensor, large_pages(out), ticket)
         _guarded(run, groups, "cpu", self.purpose)

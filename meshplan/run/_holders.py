@@ -219,7 +219,7 @@ class ReductionTable(CoverageStep):
         self.skip: Callable[[Ranks, str], object] | None = None
         self._guard = threading.RLock()
         self._found: dict[tuple[CoverageRow, Ranks, str | None, str | None], list[int]] = {}
-        # Elements whose sums depend on an order, by ranks and by whether under the contract.
+        # Elements of all reductions, by ranks and by whether an order may change their results.
         self.elements: dict[tuple[Ranks, bool], int] = {}
 
     def add(
@@ -246,15 +246,15 @@ class ReductionTable(CoverageStep):
         if key not in self._found:
             with disable_current_modes():
                 find_layouts()  # meshes may not live until the end
+        elements = nbytes // itemsize(row.dtype)
+        where = ranks, contract is None and row.kind != "any order"
         with self._guard:
             if key in self._found or len(self._found) < MAX_ROWS:
                 counts = self._found.setdefault(key, [0, 0])
                 counts[0] += 1
-                elements = nbytes // itemsize(row.dtype)
                 counts[1] += elements
-                if row.kind != "any order":
-                    where = ranks, contract is not None
-                    self.elements[where] = self.elements.get(where, 0) + elements
+            if where in self.elements or len(self.elements) < MAX_ROWS:
+                self.elements[where] = self.elements.get(where, 0) + elements
 
     def describe(self, rank: int) -> list[dict[str, Any]]:
         """``reductions`` of the report: those whose result depends on an order."""

@@ -348,21 +348,25 @@ def _find_differing(columns: list[list[str]]) -> list[int]:
 def _check_order(
     order: bool,
     classes: list[list[int]],
-    sums: list[list[tuple[list[int], bool, int]]],
+    sums: list[list[tuple[list[int], bool, int, int]]],
     numel: int,
 ) -> str | None:
-    """The cause by the reductions of the step on one rank of each class: ``not reduced`` if none is
-    as large as the tensor and between classes. Else ``order``, if the elements suggest it and one
-    of them was outside the contract.
+    """The cause by reductions between the classes, as one rank of each has counted them. ``not
+    reduced``: some were as large as the tensor before the step, and none in it. ``order``: if the
+    elements suggest it, and one of the step may have had another order. Sums by other means, as
+    of a hook that gathers gradients, leave it open.
     """
-    between = []
+    now = before = 0
+    may_vary = False
     for found in sums:
         # Of some groups the ranks are not known.
-        between.append([one for one in found if not one[0] or _is_between(classes, one[0])])
-    if all(sum(elements for *_, elements in found) < numel for found in between):
-        return "not reduced"
-    outside = any(not under for found in between for _, under, _ in found)
-    return "order" if order and outside else None
+        between = [one for one in found if not one[0] or _is_between(classes, one[0])]
+        now = max(now, sum(elements for *_, elements, _ in between))
+        before = max(before, sum(elements for *_, elements in between))
+        may_vary |= any(varies and elements for _, varies, elements, _ in between)
+    if now < numel:
+        return "not reduced" if before >= numel else None
+    return "order" if order and may_vary else None
 
 
 def _is_between(classes: list[list[int]], ranks: list[int]) -> bool:

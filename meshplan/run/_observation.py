@@ -208,7 +208,8 @@ class Observation:
                 items += self._list_tensors(optimizer, kind)
         now, before = self._reductions.elements.copy(), self._reduced.get(unit, {})
         self._shares.reduced = [
-            (*where, more) for where in now if (more := now[where] - before.get(where, 0))
+            (*where, count - before.get(where, 0), before.get(where, 0))
+            for where, count in now.items()
         ]
         self._shares.begin(begun, unit, step, items, whole=whole, certified=certified)
         if ahead:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -120,12 +121,14 @@ def write_file(path: str, text: str, *, is_last: bool = True) -> None:
     pipe, which gets the last text only.
     """
     own = _find_descriptor(path)
+    is_file = os.path.isfile(path)
     exists = os.path.dirname(path) == "/dev" or os.path.exists(path)
-    if own is not None or (exists and not os.path.isfile(path)):
+    if own is not None or (exists and not is_file):
         if is_last:
-            # What the job writes next comes behind the text.
-            flags = os.O_WRONLY | os.O_NONBLOCK
-            descriptor = os.open(path, flags) if own is None else os.dup(own)
+            # What the job writes next to a file comes behind the text. Of anything else the job's
+            # descriptor may wait.
+            again = own is None or not is_file
+            descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK) if again else os.dup(own or 0)
             with open(descriptor, "wb", buffering=0) as file:
                 _write_slowly(file, memoryview(text.encode()))
         return
@@ -149,14 +152,17 @@ def _find_descriptor(path: str) -> int | None:
 
 
 def _write_slowly(file: Any, data: memoryview) -> None:
-    """Write to a pipe as its reader reads."""
-    ready = select.poll()
+    """Write to a pipe or terminal as its reader reads."""
+    ready, ends = select.poll(), time.monotonic() + _READER_SECONDS
     ready.register(file, select.POLLOUT)
     while data:
-        if not ready.poll(_READER_SECONDS * 1000):
-            raise TimeoutError(f"the reader of {len(data)} more bytes is not reading")
-        # So many fit without a wait.
-        data = data[file.write(data[: select.PIPE_BUF]) :]
+        left = ends - time.monotonic()
+        if left <= 0 or not ready.poll(left * 1000):
+            raise TimeoutError(
+                f"{len(data)} bytes are left after {_READER_SECONDS} s: the reader is slow"
+            )
+        # None, if another process has filled it meanwhile.
+        data = data[file.write(data) or 0 :]
 
 
 def list_causes(error: BaseException | None) -> list[BaseException]:

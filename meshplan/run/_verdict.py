@@ -43,8 +43,8 @@ _CAUSES = {
     "order": ("the same summands were added in different orders", ""),
     "not reduced": (
         "no reduction of its size was seen in this step between the ranks that differ",
-        "reduce gradients over all ranks that hold the parameters before each step; replicas that "
-        "are averaged later, as in local SGD, differ by design until then",
+        "check that gradients are reduced over all ranks that hold the parameters before each "
+        "step; replicas that are averaged later, as in local SGD, differ by design until then",
     ),
     "one rank": (
         "one rank holds other bits than all others",
@@ -237,11 +237,7 @@ def _list_fixes(report: Report) -> Iterator[str]:
     # Another layout changes the job: it stands behind what leaves it as it is.
     errors = [one for one in report["hazards"] if one["severity"] == "error"]
     layouts = [f"or {one['fix']}" for one in errors if one["fix"]]
-    if (
-        cause not in ("never equal", "not reduced", "unequal steps")
-        and _list_outside(report)
-        and fix.action
-    ):
+    if cause not in ("never equal", "unequal steps") and _list_outside(report) and fix.action:
         yield "run the same command with --backend meshplan, and compare the two verdicts"
         yield f"then {fix.action} ({fix.cost})"
         yield from layouts[:1]

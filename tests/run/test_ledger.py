@@ -33,7 +33,7 @@ class Ranks:
         table = mock.Mock(holders_of=lambda *_: {self.ranks})
         self.shares = [Shares(table, print) for _ in self.ranks]
         for rank, one in enumerate(self.shares):
-            one.rank, one.reduced = rank, [(self.ranks, False, 20_010)]
+            one.rank, one.reduced = rank, [(self.ranks, True, 20_010, 0)]
         self.sent = 0
 
     def post(
@@ -100,7 +100,7 @@ def test_a_flipped_bit_is_located_in_every_order_of_arrival(seed: int) -> None:
     assert found.ledger.describe_steps()["compared"] == 3
 
 
-def find_cause(factor: Callable[[int], float], *reduced: tuple[tuple[int, ...], bool, int]) -> Any:
+def find_cause(factor: Callable[[int], float], *reduced: Any) -> Any:
     """Of tensors that each rank multiplies by a factor, after reductions of some elements."""
     found = Ranks(4)
     for rank, one in enumerate(found.shares):
@@ -110,7 +110,7 @@ def find_cause(factor: Callable[[int], float], *reduced: tuple[tuple[int, ...], 
 
 
 def test_replicas_that_started_apart_and_that_drift_are_told_apart() -> None:
-    sums = (0, 1, 2, 3), False, 3
+    sums = (0, 1, 2, 3), True, 3, 0
     assert find_cause(lambda rank: (-1) ** rank, sums) == "never equal"
     assert find_cause(lambda rank: 1 + rank * 3e-7, sums) == "order"
 
@@ -119,15 +119,17 @@ def test_replicas_that_started_apart_and_that_drift_are_told_apart() -> None:
     ("cause", "reduced"),
     [
         # Of ranks that torch does not know.
-        ("order", [((), False, 3)]),
-        ("order", [((0, 2), False, 2), ((0, 1, 2), False, 1)]),
-        ("order", [((0, 2), True, 3), ((0, 1, 2, 3), False, 1)]),
+        ("order", [((), True, 3, 0)]),
+        ("order", [((0, 2), True, 2, 0), ((0, 1, 2), True, 1, 0)]),
+        ("order", [((0, 2), False, 3, 0), ((0, 1, 2, 3), True, 1, 0)]),
         # Every sum between ranks that differ is in one order.
-        (None, [((0, 2), True, 3), ((0, 1), False, 3), ((2, 3), False, 3)]),
-        # None of their size, as of a loss, or only between ranks that agree.
-        ("not reduced", []),
-        ("not reduced", [((0, 1, 2, 3), False, 1)]),
-        ("not reduced", [((0, 1), False, 30_000), ((2, 3), False, 30_000)]),
+        (None, [((0, 2), False, 3, 0), ((0, 1), True, 3, 0), ((2, 3), True, 3, 0)]),
+        # Earlier ones had the size of the tensor.
+        ("not reduced", [((0, 1, 2, 3), True, 1, 3)]),
+        ("not reduced", [((0, 2), False, 0, 3), ((0, 1), True, 9, 9), ((2, 3), True, 9, 9)]),
+        # Other ways of adding are not counted.
+        (None, []),
+        (None, [((0, 1, 2, 3), True, 1, 1)]),
     ],
 )
 def test_order_is_the_cause_only_of_what_was_reduced(cause: str | None, reduced: Any) -> None:
