@@ -230,41 +230,29 @@ class TestOfferedFixes(TestCase):
         _, out, _ = meshplan("lint", "--no-env", "--isolated", name, *WHERE, *words)
         return "\n".join(re.findall(r"  fix \d: (.*training script.*)", out))
 
-    def test_fixes_for_dtensor_are_offered(self) -> None:
-        text = PYTHON.format(imports="", calls="distribute_tensor(x, mesh)")
-        self.assertExpectedInline(
-            self.lines("train.py", text),
-            """call meshplan.install() in the training script (two lines, the layout stays; every reduction adds in one fixed order)""",
-        )
-
-    def test_fixes_for_fsdp2_are_offered(self) -> None:
-        text = PYTHON.format(imports="", calls="fully_shard(model, mesh=mesh)")
-        self.assertExpectedInline(
-            self.lines("train.py", text),
-            """call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order)""",
-        )
-
-    def test_fixes_for_ddp_are_offered(self) -> None:
-        text = '[[mesh]]\naxes = "dp=8,tp=3"\nframework = "ddp"\n'
-        self.assertExpectedInline(
-            self.lines("mesh.toml", text),
-            """call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order)""",
-        )
-
-    def test_fixes_for_torchtitan_are_offered(self) -> None:
-        self.assertExpectedInline(
-            self.lines("job.toml", TITAN),
-            """""",
-        )
-
-    def test_fixes_for_an_unknown_program_are_offered(self) -> None:
-        self.assertExpectedInline(
+    def test_fixes_follow_the_program(self) -> None:
+        """Those that name the training script: torchtitan has none; the last two programs are unknown."""
+        python = [
+            PYTHON.format(imports="", calls=calls)
+            for calls in ("distribute_tensor(x, mesh)", "fully_shard(model, mesh=mesh)")
+        ]
+        ddp = '[[mesh]]\naxes = "dp=8,tp=3"\nframework = "ddp"\n'
+        found = [
+            *(self.lines("train.py", text) for text in python),
+            self.lines("mesh.toml", ddp),
+            self.lines("job.toml", TITAN) or "none",
             self.lines("mesh.toml", 'mesh = "ddp=8,fsdp=5"\n'),
-            """if torch.distributed issues these reductions: call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order; not for vLLM, SGLang or Horovod, which bypass it)""",
-        )
-        self.assertExpectedInline(
             self.lines("mesh.toml", 'mesh = "ddp=8,fsdp=5"\n', "--framework", "fsdp2"),
-            """call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order)""",
+        ]
+        self.assertExpectedInline(
+            "\n".join(found),
+            """\
+call meshplan.install() in the training script (two lines, the layout stays; every reduction adds in one fixed order)
+call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order)
+call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order)
+none
+if torch.distributed issues these reductions: call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order; not for vLLM, SGLang or Horovod, which bypass it)
+call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order)""",
         )
 
 
