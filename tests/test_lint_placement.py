@@ -34,27 +34,18 @@ warning MP103 groups over tp span domains; in the order dp, tp each would be on 
         )
 
     def test_groups_on_a_rack_are_reported(self) -> None:
-        mesh = "ddp=9,fsdp=64"
-        found = run_rules("MP103 MP104", job(mesh), cluster(mesh, domain_size=72))
+        found = [
+            one
+            for mesh, size in (("ddp=9,fsdp=64", 72), ("dp=9,fsdp=16", 36), ("dp=72,fsdp=32", 144))
+            for one in run_rules("MP103 MP104", job(mesh), cluster(mesh, domain_size=size))
+        ]
         self.assertExpectedInline(
             format_findings(found),
             """\
 warning MP104 fsdp=64 does not divide evenly into domains of 72 GPUs: blocks of 64 ranks cross from one domain into the next; take 64 of 72 GPUs of each
-  64 of 72: 9 domains instead of 8; Slurm with topology/block: --segment=16, 16 hosts of 4 GPUs""",
-        )
-        mesh = "dp=9,fsdp=16"
-        found = run_rules("MP103 MP104", job(mesh), cluster(mesh, domain_size=36))
-        self.assertExpectedInline(
-            format_findings(found),
-            """\
+  64 of 72: 9 domains instead of 8; Slurm with topology/block: --segment=16, 16 hosts of 4 GPUs
 warning MP104 fsdp=16 does not divide evenly into domains of 36 GPUs: blocks of 16 ranks cross from one domain into the next; take 32 of 36 GPUs of each
-  32 of 36: 5 domains instead of 4""",
-        )
-        mesh = "dp=72,fsdp=32"
-        found = run_rules("MP103 MP104", job(mesh), cluster(mesh, domain_size=144))
-        self.assertExpectedInline(
-            format_findings(found),
-            """\
+  32 of 36: 5 domains instead of 4
 warning MP104 fsdp=32 does not divide evenly into domains of 144 GPUs: blocks of 32 ranks cross from one domain into the next; take 128 of 144 GPUs of each
   128 of 144: 18 domains instead of 16""",
         )
