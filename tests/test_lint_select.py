@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 from meshplan.errors import PolicyError
 from meshplan.lint._rules import RULES
 from meshplan.lint._select import Selection
+from tests.refusals import refusal
 
 SELECTORS = st.lists(
     st.sampled_from(["ALL", "MP", "MP1", "MP10", "MP101", "MP2", "MP203"]), max_size=3
@@ -81,9 +81,8 @@ def test_unknown_selectors_are_refused() -> None:
         "x\n" * 99,
     ):
         for option in ("select", "extend_select", "ignore"):
-            with pytest.raises(PolicyError) as caught:
-                Selection.of(**{option: [word]})
-        said.append(str(caught.value))
+            text = refusal(PolicyError, Selection.of, **{option: [word]})
+        said.append(text)
     assert_expected_inline(
         "\n".join(said),
         """\
