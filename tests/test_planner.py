@@ -226,35 +226,31 @@ P R P -> R S(0) R: 1 sent: slice R -> S(0) over (b), local; all_reduce sum over 
 
 
 class TestErrors(TestCase):
-    def message(self, error: type[Exception], src: str, dst: str, **options: object) -> str:
-        return refusal(error, planned, CUBE, src, dst, **options)
-
-    def test_invalid_placements_are_refused(self) -> None:
-        self.assertExpectedInline(
-            self.message(PlacementError, "P P", "R R"),
-            """MP401: a mesh of 3 axes needs 3 placements, got 2 from and 2 to; pass one placement per axis of (a=2, b=3, c=2)""",
+    def test_invalid_requests_are_refused(self) -> None:
+        whole = ("P P P", "R R R")
+        cases: tuple[tuple[type[Exception], str, str, dict[str, object]], ...] = (
+            (PlacementError, "P P", "R R", {}),
+            (PlacementError, "P(mean) R R", "R R R", {}),
+            (PlacementError, "P(max) P R", "R R R", {}),
+            (PlacementError, "P P S(2)", "R R S(2)", {"shape": (4, 4)}),
+            (PlacementError, "P P P", "R S(0) R", {"shape": ()}),
+            (PlacementError, *whole, {"shape": (3, -1)}),
+            (PolicyError, *whole, {"policy": "quick"}),
+            (PolicyError, *whole, {"path": "ring"}),
+            (ContractTypeError, "P(avg) P P", "R R R", {"dtype": torch.int64}),
         )
         self.assertExpectedInline(
-            self.message(PlacementError, "P(mean) R R", "R R R"),
-            """MP401: invalid placement 'P(mean)'; use R, S(0), P or P(op) with op one of sum, avg, max, min, product""",
-        )
-        self.assertExpectedInline(
-            self.message(PlacementError, "P(max) P R", "R R R"),
-            """MP401: partial values of kinds max and sum cannot be reduced together, because the result depends on their order; redistribute one of them first""",
-        )
-
-    def test_invalid_shape_is_refused(self) -> None:
-        self.assertExpectedInline(
-            self.message(PlacementError, "P P S(2)", "R R S(2)", shape=(4, 4)),
-            """MP401: S(2) needs a tensor of 3 or more dims, got shape [4, 4]; use a dim below 2""",
-        )
-        self.assertExpectedInline(
-            self.message(PlacementError, "P P P", "R S(0) R", shape=()),
-            """MP401: S(0) cannot shard a tensor of 0 dims; use R""",
-        )
-        self.assertExpectedInline(
-            self.message(PlacementError, "P P P", "R R R", shape=(3, -1)),
-            """MP401: no tensor has the shape [3, -1]; use sizes of 0 or more elements""",
+            "\n".join(refusal(error, planned, CUBE, *asked, **how) for error, *asked, how in cases),
+            """\
+MP401: a mesh of 3 axes needs 3 placements, got 2 from and 2 to; pass one placement per axis of (a=2, b=3, c=2)
+MP401: invalid placement 'P(mean)'; use R, S(0), P or P(op) with op one of sum, avg, max, min, product
+MP401: partial values of kinds max and sum cannot be reduced together, because the result depends on their order; redistribute one of them first
+MP401: S(2) needs a tensor of 3 or more dims, got shape [4, 4]; use a dim below 2
+MP401: S(0) cannot shard a tensor of 0 dims; use R
+MP401: no tensor has the shape [3, -1]; use sizes of 0 or more elements
+MP402: unknown policy 'quick'; use 'deterministic' or 'consistent' or 'fast'
+MP402: unknown contract path 'ring'; use 'auto' or 'exchange' or 'reference' or 'halving' or 'integer' or 'integer_checksum'
+MP412: P(avg) of int64 has no exact result; use P(sum) and divide, or convert to a floating dtype first""",
         )
 
     def test_gather_along_descending_ranks_is_refused(self) -> None:
@@ -267,20 +263,6 @@ class TestErrors(TestCase):
         )
         # Axis a ascends.
         assert planned(turned, "S(0) P", "R R").reductions
-
-    def test_invalid_options_are_refused(self) -> None:
-        self.assertExpectedInline(
-            self.message(PolicyError, "P P P", "R R R", policy="quick"),
-            """MP402: unknown policy 'quick'; use 'deterministic' or 'consistent' or 'fast'""",
-        )
-        self.assertExpectedInline(
-            self.message(PolicyError, "P P P", "R R R", path="ring"),
-            """MP402: unknown contract path 'ring'; use 'auto' or 'exchange' or 'reference' or 'halving' or 'integer' or 'integer_checksum'""",
-        )
-        self.assertExpectedInline(
-            self.message(ContractTypeError, "P(avg) P P", "R R R", dtype=torch.int64),
-            """MP412: P(avg) of int64 has no exact result; use P(sum) and divide, or convert to a floating dtype first""",
-        )
 
 
 def test_equal_problems_share_one_plan() -> None:
