@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from expecttest import TestCase
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +8,7 @@ from hypothesis import strategies as st
 from meshplan.errors import TopologyError
 from meshplan.layout import Integers
 from meshplan.topology import Topology
+from tests.refusals import refusals
 
 
 def listed(found: Integers | None) -> list[int] | None:
@@ -84,60 +84,35 @@ nodes unknown""",
 
 
 class TestErrors(TestCase):
-    def message(self, call: object) -> str:
-        with pytest.raises(TopologyError) as caught:
-            call()  # type: ignore[operator]
-        return str(caught.value)
-
-    def test_invalid_sizes_are_refused(self) -> None:
-        self.assertExpectedInline(
-            self.message(lambda: Topology.uniform(0, node_size=8)),
-            """MP211: a topology needs at least 1 rank, got world_size=0; pass for example Topology.uniform(40, node_size=8)""",
+    def test_invalid_arguments_are_refused(self) -> None:
+        even = Topology.uniform(8, node_size=4)
+        calls = (
+            lambda: Topology.uniform(0, node_size=8),
+            lambda: Topology.uniform(8, node_size=0),
+            lambda: Topology.uniform(8, node_size=4, domain_size=-1),
+            lambda: Topology.uniform(8, node_size=4, domain_size=8),
+            lambda: Topology.of([]),
+            lambda: Topology.of([0, 0, 1], [0, 1]),
+            lambda: Topology.of([0, -1]),
+            lambda: Topology.of([0, 0], [0, None]),  # type: ignore[list-item]
+            lambda: Topology(2, None, (0, 0)),
+            lambda: even.node_of(8),
+            lambda: even.nodes_of(np.array([3, -1])),
         )
         self.assertExpectedInline(
-            self.message(lambda: Topology.uniform(8, node_size=0)),
-            """MP211: a node holds at least 1 rank, got node_size=0; pass the number of consecutive ranks of a node""",
-        )
-        self.assertExpectedInline(
-            self.message(lambda: Topology.uniform(8, node_size=4, domain_size=-1)),
-            """MP211: a domain holds at least 1 rank, got domain_size=-1; pass the number of consecutive ranks of a domain""",
-        )
-        self.assertExpectedInline(
-            self.message(lambda: Topology.uniform(8, node_size=4, domain_size=8)),
-            """MP211: a domain is a part of a node, got domain_size=8 with node_size=4; pass a domain_size up to node_size, or use Topology.of for other nodes""",
-        )
-
-    def test_invalid_maps_are_refused(self) -> None:
-        self.assertExpectedInline(
-            self.message(lambda: Topology.of([])),
-            """MP211: a topology needs at least 1 rank, got world_size=0; pass for example Topology.uniform(40, node_size=8)""",
-        )
-        self.assertExpectedInline(
-            self.message(lambda: Topology.of([0, 0, 1], [0, 1])),
-            """MP211: 3 ranks need 3 domain numbers, got 2; pass the domain of rank 0, 1, 2, ...""",
-        )
-        self.assertExpectedInline(
-            self.message(lambda: Topology.of([0, -1])),
-            """MP211: a node is a whole number from 0 up, got -1; number the nodes, or pass Topology.unknown(world_size) if they are unknown""",
-        )
-        self.assertExpectedInline(
-            self.message(lambda: Topology.of([0, 0], [0, None])),  # type: ignore[list-item]
-            """MP211: a domain is a whole number from 0 up, got None; number the domains, or pass domain_of_rank=None if they are unknown""",
-        )
-        self.assertExpectedInline(
-            self.message(lambda: Topology(2, None, (0, 0))),
-            """MP211: a domain is a part of a node, got domains and no nodes; pass the nodes too, or Topology.unknown(world_size)""",
-        )
-
-    def test_unknown_ranks_are_refused(self) -> None:
-        found = Topology.uniform(8, node_size=4)
-        self.assertExpectedInline(
-            self.message(lambda: found.node_of(8)),
-            """MP211: no rank 8 in a topology of 8 ranks; pass ranks from 0 to 7""",
-        )
-        self.assertExpectedInline(
-            self.message(lambda: found.nodes_of(np.array([3, -1]))),
-            """MP211: no rank -1 in a topology of 8 ranks; pass ranks from 0 to 7""",
+            refusals(TopologyError, calls),
+            """\
+MP211: a topology needs at least 1 rank, got world_size=0; pass for example Topology.uniform(40, node_size=8)
+MP211: a node holds at least 1 rank, got node_size=0; pass the number of consecutive ranks of a node
+MP211: a domain holds at least 1 rank, got domain_size=-1; pass the number of consecutive ranks of a domain
+MP211: a domain is a part of a node, got domain_size=8 with node_size=4; pass a domain_size up to node_size, or use Topology.of for other nodes
+MP211: a topology needs at least 1 rank, got world_size=0; pass for example Topology.uniform(40, node_size=8)
+MP211: 3 ranks need 3 domain numbers, got 2; pass the domain of rank 0, 1, 2, ...
+MP211: a node is a whole number from 0 up, got -1; number the nodes, or pass Topology.unknown(world_size) if they are unknown
+MP211: a domain is a whole number from 0 up, got None; number the domains, or pass domain_of_rank=None if they are unknown
+MP211: a domain is a part of a node, got domains and no nodes; pass the nodes too, or Topology.unknown(world_size)
+MP211: no rank 8 in a topology of 8 ranks; pass ranks from 0 to 7
+MP211: no rank -1 in a topology of 8 ranks; pass ranks from 0 to 7""",
         )
 
 
