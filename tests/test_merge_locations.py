@@ -14,6 +14,7 @@ from meshplan.topology import Topology
 from meshplan.topology._locate import Fabric, Gpu, RankLocation
 from meshplan.topology._merge_locations import merge_locations
 from meshplan.topology._model import pack_cluster, unpack_cluster
+from tests.refusals import refusal
 
 RACK, OTHER_RACK = "ab" * 16, "cd" * 16
 
@@ -167,10 +168,8 @@ ranks 0-3 are not registered with a fabric of multi-node NVLink and the others a
         )
 
     def test_missing_locations_are_refused(self) -> None:
-        with pytest.raises(TopologyError) as caught:
-            merge_locations([])
         self.assertExpectedInline(
-            str(caught.value),
+            refusal(TopologyError, merge_locations, []),
             """MP211: no rank has published its location; pass the location of every rank""",
         )
 
