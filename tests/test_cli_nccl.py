@@ -11,6 +11,7 @@ from expecttest import TestCase
 from meshplan.cli import _lint_run
 from meshplan.cli._lint_run import find_driver_version, find_nccl_version, read_variables
 from meshplan.errors import PolicyError
+from tests.refusals import refusal
 
 
 def test_variables() -> None:
@@ -68,9 +69,7 @@ class TestMessages(TestCase):
             lambda: find_nccl_version("new"),
             lambda: find_driver_version("550"),
         ):
-            with pytest.raises(PolicyError) as error:
-                call()
-            found.append(str(error.value))
+            found.append(refusal(PolicyError, call))
         self.assertExpectedInline(
             "\n".join(found),
             """\

@@ -11,6 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from meshplan.errors import ReplicaInputError
 from meshplan.replicas._tensors import named_tensors
+from tests.refusals import refusal
 
 
 def names(source: object, **options: bool) -> list[str]:
@@ -85,12 +86,6 @@ def test_tensor_is_printed() -> None:
     assert str(one) == "w: bfloat16[2, 3]"
 
 
-def error(source: object) -> str:
-    with pytest.raises(ReplicaInputError) as caught:
-        named_tensors(source)  # type: ignore[arg-type]
-    return str(caught.value)
-
-
 @pytest.mark.filterwarnings("ignore:.*")
 def test_tensors_without_data_are_errors() -> None:
     with FakeTensorMode():
@@ -108,7 +103,7 @@ def test_tensors_without_data_are_errors() -> None:
         None,
     ]
     assert_expected_inline(
-        "\n".join(error(one) for one in odd),
+        "\n".join(refusal(ReplicaInputError, named_tensors, one) for one in odd),
         """\
 MP421: w is fake, so it has no elements of its own to compare; pass tensors outside of tracing
 MP421: w is on the meta device, so it has no elements of its own to compare; pass the module after to_empty and its first values
