@@ -60,7 +60,7 @@ def test_gradients_are_under_the_contract() -> None:
     def ranks(rank: int) -> bool:
         for op in ("sum", "avg"):
             given = leaf(rank).requires_grad_()
-            found = functional.all_reduce(given, path="auto", op=op)  # type: ignore[arg-type]
+            found = functional.all_reduce(given, op=op)  # type: ignore[arg-type]
             found.backward(leaf(rank, 1))
             assert_bitwise_equal(given.grad, reduced(1, op))
 
