@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
@@ -34,15 +33,10 @@ from tests import steps
 from tests.inputs import draw_leaves
 from tests.marks import full
 from tests.processes import common_result, run_ranks
+from tests.test_halving_schedule import SHAPES
 from tests.traffic import count_halving, count_sent
 
 CONTRACTS = (Contract(), Contract(rounding="node"), Contract(accumulate="float64"))
-SHAPES = [
-    shape
-    for axes in (2, 3, 4)
-    for shape in itertools.product((1, 2, 3, 4, 5, 6, 7), repeat=axes)
-    if 2 <= math.prod(shape) <= 72
-][::6]
 OPERATIONS: list[tuple[Any, str]] = [
     (op, dtype) for op in OPS for dtype in FLOATS + INTEGERS * (op != "avg")
 ]
