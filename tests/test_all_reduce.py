@@ -17,12 +17,10 @@ from meshplan import (
     deterministic_all_reduce_coalesced,
 )
 from meshplan.collectives import Work, _reduction
-from meshplan.errors import (
-    GroupAgreementError,
-    GroupStateError,
-)
+from meshplan.errors import GroupStateError
 from meshplan.testing import assert_bitwise_equal, order_sensitive, reference_reduce_tensors
-from tests.processes import common_result, run_ranks, shorten
+from tests.processes import run_ranks, shorten
+from tests.refusals import refusal
 
 pytestmark = pytest.mark.processes
 
@@ -195,21 +193,18 @@ class TestGroupErrors(TestCase):
     def test_missing_default_group_of_a_launched_job_is_refused(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("WORLD_SIZE", "4")
-            with pytest.raises(RuntimeError) as error:
-                deterministic_all_reduce(torch.ones(1))
-        assert isinstance(error.value, GroupStateError)
+            said = refusal(GroupStateError, deterministic_all_reduce, torch.ones(1))
         self.assertExpectedInline(
-            str(error.value),
+            said,
             """MP503: WORLD_SIZE is 4 and there is no process group; call torch.distributed.init_process_group first""",
         )
 
     def test_torch_without_distributed_is_refused(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_reduction.dist, "is_available", lambda: False)
-            with pytest.raises(RuntimeError) as error:
-                deterministic_all_reduce(torch.ones(1))
+            said = refusal(RuntimeError, deterministic_all_reduce, torch.ones(1))
         self.assertExpectedInline(
-            str(error.value),
+            said,
             """MP503: torch.distributed is unavailable; install a torch that was built with it""",
         )
 
@@ -285,21 +280,3 @@ def test_failed_work_raises_in_wait() -> None:
         return type(error.value).__name__
 
     assert run_ranks(ranks, 2)[0]
-
-
-class TestMismatchErrors(TestCase):
-    def test_different_contract_is_named(self) -> None:
-        def ranks(rank: int) -> str:
-            config: dict[str, Any] = {
-                "path": "exchange",
-                "contract": Contract("tree" if rank else "rank"),
-            }
-            with pytest.raises(GroupAgreementError) as error:
-                deterministic_all_reduce(torch.ones(4), **config)
-            deterministic_all_reduce(torch.ones(4), path="exchange")
-            return str(error.value)
-
-        self.assertExpectedInline(
-            common_result(ranks, 3),
-            """MP501: rank 0 called the first reduction over ranks 0, 1, 2 with other settings than the others. Different: contract v1/rank/wide/once (rank 0), v1/tree/wide/once (ranks 1, 2). No rank started it; pass the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
-        )
