@@ -17,6 +17,7 @@ import meshplan
 from meshplan.errors import PolicyError
 from meshplan.lint._finding import Finding, LintReport, Source
 from meshplan.lint._reporters import FORMATS, render, wants_color
+from tests.refusals import refusal
 from tests.reports import EMPTY, HOSTILE, PLAIN, REPORTS
 
 
@@ -185,10 +186,8 @@ line 4: m</failure>
         )
 
     def test_unknown_format_is_refused(self) -> None:
-        with pytest.raises(PolicyError) as caught:
-            render(EMPTY, "xml\n")
         self.assertExpectedInline(
-            str(caught.value),
+            refusal(PolicyError, render, EMPTY, "xml\n"),
             """MP402: unknown output format 'xml\\n'; use one of text, concise, json, sarif, github, junit""",
         )
 
