@@ -13,6 +13,7 @@ from expecttest import TestCase
 from meshplan.cli._ranks import find_live_cluster
 from meshplan.errors import GroupAgreementError, TopologyError
 from tests.programs import torchrun
+from tests.refusals import refusal
 
 
 def free_port() -> int:
@@ -70,9 +71,7 @@ def test_absent_rank_is_named() -> None:
 
 class TestMessages(TestCase):
     def test_missing_launcher_is_reported(self) -> None:
-        with pytest.raises(TopologyError) as error:
-            find_live_cluster({"RANK": "0"}, 1.0)
         self.assertExpectedInline(
-            str(error.value),
+            refusal(TopologyError, find_live_cluster, {"RANK": "0"}, 1.0),
             """MP211: meshplan lint --live runs on all ranks of a job at once, and WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set; use torchrun --nproc-per-node 8 -m meshplan lint --live --mesh ddp=8,fsdp=5""",
         )

@@ -18,6 +18,7 @@ from meshplan.flatten import registry
 from meshplan.testing import order_sensitive
 from meshplan.topology import Topology
 from tests.processes import arrive, run_ranks, wait_for
+from tests.refusals import refusal
 
 pytestmark = pytest.mark.processes
 
@@ -92,10 +93,8 @@ class TestErrors(TestCase):
         )
 
     def test_invalid_topology_is_refused(self) -> None:
-        with pytest.raises(TopologyError) as caught:
-            meshplan.install(topology=8)  # type: ignore[arg-type]
         self.assertExpectedInline(
-            str(caught.value),
+            refusal(TopologyError, meshplan.install, topology=8),
             """MP211: topology=8 is not a topology; pass topology=Topology.uniform(world_size, node_size=8), or "live\"""",
         )
 

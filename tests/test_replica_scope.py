@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from meshplan.errors import MeshplanError
 from meshplan.replicas import ReplicaCheck, ReplicaReport, verify_replicas
 from meshplan.testing import order_sensitive
 from tests.processes import common_result, run_ranks
+from tests.refusals import refusal
 from tests.traffic import Sent
 
 pytestmark = pytest.mark.processes
@@ -36,10 +37,7 @@ def weights(seed: int = 0, numel: int = 8) -> Tensor:
     return order_sensitive(numel, rank=0, world_size=2, seed=seed)
 
 
-def error(call: Callable[[], Any]) -> str:
-    with pytest.raises(MeshplanError) as caught:
-        call()
-    return str(caught.value)
+error = partial(refusal, MeshplanError)
 
 
 def short(report: ReplicaReport | None) -> str:
