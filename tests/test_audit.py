@@ -28,6 +28,7 @@ from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 from meshplan.topology import Topology
 from tests.marks import full
 from tests.processes import run_ranks
+from tests.refusals import refusal
 from tests.traffic import Issued
 
 P, R, S = Partial(), Replicate(), Shard
@@ -200,9 +201,7 @@ MP704: call 1 of (P(sum), P(sum)) -> (R, R) on (a=2, b=2): path one_shot does no
                     with pytest.raises(PeerTimeoutError):
                         compiled(torch.ones(3))
                     return ""
-                with pytest.raises(GroupAgreementError) as caught:
-                    step(torch.ones(3))
-                return str(caught.value)
+                return refusal(GroupAgreementError, step, torch.ones(3))
 
         self.assertExpectedInline(
             run_ranks(ranks, 2, collective_timeout=3.0)[1],

@@ -24,6 +24,7 @@ from meshplan.testing.dp import (
 )
 from tests.gradients import Dot, batch_of, dot_loss, mlp, mlp_batch, squared_error
 from tests.processes import run_ranks
+from tests.refusals import refusal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -180,9 +181,7 @@ SignatureMismatchError MP703: ranks differ in the number of threads: 1 on rank 0
 
 
 def test_missing_process_group_is_an_error() -> None:
-    with pytest.raises(GroupStateError) as caught:
-        distributed_dp_gradients(mlp(), squared_error, *mlp_batch(2))
     assert_expected_inline(
-        str(caught.value),
+        refusal(GroupStateError, distributed_dp_gradients, mlp(), squared_error, *mlp_batch(2)),
         """MP503: no process group is initialised; call torch.distributed.init_process_group first""",
     )

@@ -51,6 +51,7 @@ from meshplan.testing import (
 )
 from tests.marks import full
 from tests.processes import run_ranks
+from tests.refusals import refusal
 from tests.traffic import Issued
 from tests.traffic import counts as sent_counts
 
@@ -525,9 +526,7 @@ def test_policy_is_set_by_call_and_by_axis() -> None:
                 == LEFT
             )
         with meshplan.installed(path="exchange", policy={"tpp": "fast"}):
-            with pytest.raises(AxisNameError) as caught:
-                sent(R, P, R)
-            assert str(caught.value) == (
+            assert refusal(AxisNameError, sent, R, P, R) == (
                 "MP112: no axis 'tpp' in the mesh, it has dp, tp, one (did you mean 'tp'?)"
             )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -23,6 +22,7 @@ from meshplan.replicas import ReplicaRepair, _comparison
 from meshplan.replicas._comparison import Difference
 from meshplan.replicas._tensors import named_tensors
 from tests.processes import arrive, common_result, patience, run_ranks, shorten, wait_for
+from tests.refusals import refusal
 
 pytestmark = pytest.mark.processes
 SPECIAL = (float("nan"), -0.0, float("inf"), 1e-42)
@@ -37,10 +37,7 @@ def bits_of(*sources: Any) -> list[bytes]:
     return [bytes_of(one.local.detach().contiguous()) for one in named_tensors(sources)]
 
 
-def error(call: Callable[[], Any]) -> str:
-    with pytest.raises(MeshplanError) as caught:
-        call()
-    return str(caught.value)
+error = partial(refusal, MeshplanError)
 
 
 class Model(nn.Module):

@@ -19,6 +19,7 @@ from meshplan.definition import reduce_leaves
 from meshplan.errors import FallbackRefusedError, ShardOrderError
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from tests.processes import run_ranks
+from tests.refusals import refusal
 
 pytestmark = pytest.mark.processes
 
@@ -46,9 +47,7 @@ def expected(mesh: DeviceMesh, rows: int) -> Tensor:
 def refused(
     function: Callable[[], object], error: type[meshplan.MeshplanError] = ShardOrderError
 ) -> str:
-    with pytest.raises(error) as caught:
-        function()
-    return str(caught.value)
+    return refusal(error, function)
 
 
 class TestMessages(TestCase):

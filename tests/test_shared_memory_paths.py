@@ -20,6 +20,7 @@ from meshplan.testing import assert_bitwise_equal, order_sensitive
 from meshplan.topology import Topology
 from tests.marks import full
 from tests.processes import run_ranks
+from tests.refusals import refusal
 from tests.steps import make_step
 
 P, R, S = Partial(), Replicate(), Shard
@@ -114,22 +115,20 @@ class TestRefusedForms(TestCase):
             d = DTensor.from_local(torch.ones(4), mesh, (P, P), run_check=False)
             nodes = Topology.uniform(4, node_size=2, domain_size=2)
             with meshplan.installed(path="one_shot", topology=nodes, strict=True):
-                with pytest.raises(FallbackRefusedError) as caught:
-                    d.full_tensor()
-                messages.append(str(caught.value))
+                messages.append(refusal(FallbackRefusedError, d.full_tensor))
             _connect.host = lambda: f"host {rank}"
             with meshplan.installed(path="one_shot", strict=True):
-                with pytest.raises(FallbackRefusedError) as caught:
-                    d.full_tensor()
-                messages.append(str(caught.value))
+                messages.append(refusal(FallbackRefusedError, d.full_tensor))
             with meshplan.installed(path="one_shot"):
                 assert d.full_tensor().tolist() == [4.0] * 4
             (entry,) = meshplan.report().fallbacks
             messages.append(entry["why"])
             assert (entry["path"], entry["ran"]) == ("one_shot", "exchange")
             step = make_step((4,))
-            with pytest.raises(FallbackRefusedError) as caught:
-                run_reduction(
+            messages.append(
+                refusal(
+                    FallbackRefusedError,
+                    run_reduction,
                     torch.ones(2),
                     step,
                     StepGroups(dist.group.WORLD),
@@ -137,7 +136,7 @@ class TestRefusedForms(TestCase):
                     path="one_shot",
                     strict=True,
                 )
-            messages.append(str(caught.value))
+            )
             return messages
 
         found = run_ranks(ranks, 4)

@@ -33,6 +33,7 @@ from tests.devices import (
 )
 from tests.inputs import draw_leaves
 from tests.processes import common_result, run_ranks
+from tests.refusals import refusal
 
 RANKS = 3
 SEEDS = (1, 2, 3)
@@ -296,9 +297,7 @@ class TestRefusals(TestCase):
             synchronize()
             if rank == 0:
                 assert all(result.isnan().all() for result in results)
-            with pytest.raises(GroupStateError) as caught:
-                check()
-            return str(caught.value)
+            return refusal(GroupStateError, check)
 
         # The calls overlap on rank 0 for certain, and on rank 1 where its delays end together.
         texts = {text.replace("on rank 1:", "on rank 0:") for text in run_ranks(ranks, 2)}

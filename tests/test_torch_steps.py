@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import _MaskPartial
 from meshplan.errors import PolicyError
 from meshplan.layout import Layout
 from meshplan.planner import Plan, Problem, find_uncovered_reductions, plan, refuse_unpinned_scatter
+from tests.refusals import refusal
 
 P, R, S = Partial(), Replicate(), Shard
 MESH = Layout.of(dp=3, tp=4, one=1)
@@ -133,9 +134,7 @@ class TestMessages(TestCase):
             (SCATTERS[0], "allreduce:tree"),
             (SCATTERS[2], "Tree"),
         ):
-            with pytest.raises(PolicyError) as caught:
-                refuse_unpinned_scatter(planned(*case), listed)
-            messages.append(str(caught.value))
+            messages.append(refusal(PolicyError, refuse_unpinned_scatter, planned(*case), listed))
         self.assertExpectedInline(
             "\n".join(messages),
             """\

@@ -23,6 +23,7 @@ import meshplan
 import meshplan.backend
 from tests.backend.native_calls import count_native_reductions
 from tests.processes import run_ranks, start_all_reduce
+from tests.refusals import refusal
 
 pytestmark = pytest.mark.processes
 RANKS = 3
@@ -93,9 +94,7 @@ def test_hooks_of_ddp_reduce_under_the_contract(name: str) -> None:
 
 
 def compress_natively(rank: int) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        train("FP16_COMPRESS", rank)
-    return str(caught.value)
+    return refusal(RuntimeError, train, "FP16_COMPRESS", rank)
 
 
 def test_the_compressing_hook_of_native_code_requires_a_future_of_native_code() -> None:

@@ -31,6 +31,7 @@ from meshplan.integrations import fsdp
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 from tests.backend.native_calls import count_native_reductions
 from tests.processes import run_ranks
+from tests.refusals import refusal
 
 pytestmark = pytest.mark.processes
 
@@ -151,9 +152,11 @@ def test_partial_sum_of_some_ranks_is_an_error() -> None:
                 out.add_(0)
             in_group = mesh.get_local_rank("fsdp") == 1
             if in_group:
-                with pytest.raises(SignatureMismatchError) as caught:
-                    finish()
-                texts.append(str(caught.value).partition("Different: ")[2].partition(". ")[0])
+                texts.append(
+                    refusal(SignatureMismatchError, finish)
+                    .partition("Different: ")[2]
+                    .partition(". ")[0]
+                )
             else:
                 finish()
             out, finish = reduce_twice(mesh, leaves[rank], (AVG, AVG))
@@ -435,9 +438,7 @@ class TestErrors(TestCase):
             with pytest.raises(IntegrationError, match="no module of the model is sharded"):
                 fsdp.apply(model)
             fully_shard(model[0], mesh=mesh)
-            with pytest.raises(IntegrationError) as caught:
-                fsdp.apply(model)
-            return str(caught.value)
+            return refusal(IntegrationError, fsdp.apply, model)
 
         messages = []
         for at in range(len(axes)):
@@ -468,9 +469,7 @@ MP901: module '0' is reduced under v1/rank/wide/once, which has no partial sums:
                     Shard(0), infos[one.ndim - 1]
                 ),
             )
-            with pytest.raises(IntegrationError) as caught:
-                fsdp.apply(model)
-            return str(caught.value)
+            return refusal(IntegrationError, fsdp.apply, model)
 
         messages = run_ranks(run, 4, backend="meshplan")
         self.assertExpectedInline(

@@ -22,13 +22,12 @@ from meshplan._torch import BackendOptionsBase
 from meshplan.backend._group import MeshplanProcessGroup
 from tests.backend.native_calls import count_native_reductions
 from tests.processes import run_ranks
+from tests.refusals import refusal
 
 
 class TestRefusals(TestCase):
     def message(self, make: Callable[[], Any]) -> str:
-        with pytest.raises(meshplan.MeshplanError) as raised:
-            make()
-        return str(raised.value)
+        return refusal(meshplan.MeshplanError, make)
 
     def test_options(self) -> None:
         found = [
