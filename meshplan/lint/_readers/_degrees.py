@@ -42,6 +42,8 @@ _ROOTS = ("", "_global_")
 _CONFIG = re.compile(
     r"(?:.*\.)?(?:config(?:_name|_path|_dir|_file)?|yaml_cfg|(?:model_)?recipe(?:_name)?)"
 )
+# Options of a model, as slime and miles pass them.
+_MODEL = re.compile(r"\$\{?\w*MODEL_ARGS(?:\[[@*]\])?\}?")
 
 
 class Computed(NamedTuple):
@@ -309,7 +311,8 @@ def find_replaced(found: Degrees) -> Setting | None:
             return one
     # Arguments are none, unless nothing else is about this part of the job.
     has_part = any(section.match(one.path.rpartition(".")[0]) for one in found.document.settings)
-    for word, line in found.document.elsewhere.items():
+    words = found.document.elsewhere.items()
+    for word, line in sorted(words, key=lambda one: bool(_MODEL.fullmatch(one[0]))):
         if not (has_part and re.match(r"\$\{?[@*]", word)):
             return Setting("", None, line, word)
     return None
@@ -730,19 +733,17 @@ def check_unread(
                 one.line,
             )
     free = [axis for axis in order if axis not in given]
-    if found.document.kind == "command" and {"dp", "dp_replicate"} <= {*free}:
-        # Options of a model and recipes may have experts, but no instances of the optimizer.
+    replaced = find_replaced(found)
+    if replaced and _MODEL.fullmatch(replaced.key) and {"dp", "dp_replicate"} <= {*free}:
+        # Options of a model may have experts, but no instances of the optimizer.
         free = ["ep" if axis == "dp_replicate" else axis for axis in free]
         free = [axis for axis in free if axis not in given]
     fixed = math.prod(given.get(axis, 1) for axis in order)
     # One axis follows from the ranks of the job.
-    if len(free) > any(axis in free for axis in (found.mesh.rest, found.mesh.fill)) and (
-        fixed != total
-    ):
-        replaced = find_replaced(found)
-        if replaced is not None:
-            is_word = replaced.key.startswith("$")
-            what = "has options" if is_word else "names another configuration"
-            word = replaced.value if replaced.key.isdigit() else replaced.key
-            why = f"{word} {what}, which may set {free[0]}; {INSTEAD}"
-            raise UnknownMesh(why, replaced.line)
+    is_open = len(free) > any(axis in free for axis in (found.mesh.rest, found.mesh.fill))
+    if replaced and is_open and fixed != total:
+        is_word = replaced.key.startswith("$")
+        what = "has options" if is_word else "names another configuration"
+        word = replaced.value if replaced.key.isdigit() else replaced.key
+        why = f"{word} {what}, which may set {free[0]}; {INSTEAD}"
+        raise UnknownMesh(why, replaced.line)
