@@ -739,6 +739,8 @@ def check_unread(
         free = ["ep" if axis == "dp_replicate" else axis for axis in free]
         free = [axis for axis in free if axis not in given]
     fixed = math.prod(given.get(axis, 1) for axis in order)
+    if given.get("ep", 1) > 1 and "etp" in {*found.mesh.keys.values()} - {*given}:
+        free, fixed = ["etp", *free], 0
     # One axis follows from the ranks of the job.
     is_open = len(free) > any(axis in free for axis in (found.mesh.rest, found.mesh.fill))
     if replaced and is_open and fixed != total:
