@@ -792,7 +792,7 @@ _SKYRL = Framework(
 
 # VeOmni, veomni/distributed/parallel_state.py, init_parallel_state: (pp, dp_replicate, dp_shard,
 # ulysses, cp, tp), and for experts (ep_replicate, ep_fsdp, ep). Parameters are sharded along
-# dp_shard, ulysses and cp together.
+# dp_shard, ulysses and cp together. Its commands name a file that may set other sizes.
 _VEOMNI_AXES = ("pp", "dp_replicate", "dp_shard", "ulysses", "cp", "tp")
 _VEOMNI = Framework(
     program="torch",
@@ -803,11 +803,17 @@ _VEOMNI = Framework(
             order=_VEOMNI_AXES,
             section=r"(?P<part>train)\.accelerator",
             rest="dp_shard",
+            fill="dp_replicate",
+            refused={
+                r".*\.ep_outside=(?!false$|none$).*|.*\.extra_parallel_sizes"
+                r"(?:\.|=(?!nested|none$)).*": "its mesh of experts is not read"
+            },
             experts=("pp", "dp_replicate", "efsdp", "ep"),
             flattened=("dp_shard", "ulysses", "cp"),
             needs=frozenset({*_VEOMNI_AXES, "ep"}),
         ),
     ),
+    kinds=frozenset({"document"}),
 )
 
 # Plain options: the order of options does not specify the order of ranks, which is torchtitan's.
