@@ -206,7 +206,10 @@ def _find_named_values(node: ast.AST) -> list[tuple[str, ast.expr]]:
             lines = _LINE.finditer(text)
             at = node.lineno
             return [(one["key"], ast.Constant(int(one["size"]), lineno=at)) for one in lines]
-        case ast.Call(func=ast.Name("setattr"), args=[_, ast.Constant(str(key)), value]):
+        case ast.Call(
+            func=ast.Name("setattr") | ast.Attribute(attr="__setattr__" | "__setitem__"),
+            args=[*_, ast.Constant(str(key)), value],
+        ):
             return [(key, value)]
         case ast.Call():
             pairs = [(one.arg, one.value) for one in node.keywords if one.arg]
@@ -217,7 +220,8 @@ def _find_named_values(node: ast.AST) -> list[tuple[str, ast.expr]]:
             items = zip(node.keys, node.values, strict=True)
             keys = [(getattr(key, "value", None), value) for key, value in items]
             pairs = [(key, value) for key, value in keys if isinstance(key, str)]
-        case ast.Assign(targets=targets, value=value):
+        case ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             # An item, as config["tp_size"], has a slice.
             parts = [getattr(one, "slice", one) for one in targets]
             names = [
@@ -225,8 +229,6 @@ def _find_named_values(node: ast.AST) -> list[tuple[str, ast.expr]]:
                 for part in parts
             ]
             return [(key, value) for key in names if isinstance(key, str)]
-        case ast.AnnAssign(target=ast.Name(name), value=ast.expr() as value):
-            return [(name, value)]
     if {"zero1", "tensor"} <= {key for key, _ in pairs}:
         for key, value in [one for one in pairs if one[0] in _PARTS]:
             inner = [*_find_named_values(value), ("size", value)]
