@@ -412,7 +412,8 @@ def _count_devices(found: Degrees, per_host: int | None) -> int | None:
             first, end = map(int, devices.groups()) if devices else (0, 0)
             if first >= end or (first and (per_host is None or first % per_host)):
                 why = f"{one.key} = {one.value} is not a range from the first GPU of a host"
-                raise UnknownMesh(f"{why}; {INSTEAD}", one.line)
+                why = one.value.why if isinstance(one.value, Computed) else f"{why}; {INSTEAD}"
+                raise UnknownMesh(why, one.line)
             return end - first
     return None
 
@@ -454,7 +455,8 @@ def _make_jobs(
     }
     if "dp" in given and "dp" not in mesh.order:
         replicas = {"dp_replicate": given.get("dp_replicate", 1)}
-        given.setdefault(mesh.rest, _divide(given["dp"], replicas, mesh.rest))
+        ranks_of = f"ranks of {found.settings['dp'].key}"
+        given.setdefault(mesh.rest, _divide(given["dp"], replicas, mesh.rest, ranks_of))
     order, experts = _read_orders(mesh, settings)
     # One data axis of any size has no siblings, and so no mesh to judge.
     is_plain = found.document.kind == "document" and set(given.values()) <= {1}
@@ -463,6 +465,9 @@ def _make_jobs(
         return
     check_unread(found, order, given, total)
     sizes = _fill_sizes(found, order, given, total, hosts)
+    if "dp" not in order and "dp" in given and total not in (None, math.prod(sizes.values())):
+        ranks = math.prod(sizes.values())
+        raise UnknownMesh(f"its sizes have {ranks} ranks, and the job has {total}; {INSTEAD}")
     known = {*given, mesh.rest} - {""}
     sharded, sequence_parallel, program = _read_use(found)
 
@@ -547,7 +552,7 @@ def _read_use(found: Degrees) -> tuple[bool, bool, Program]:
 def _read_size(one: Setting, mesh: Mesh) -> int | None:
     """The size of an axis; ``None`` if it has the ranks that the others leave, or no value."""
     value, axis = one.value, mesh.keys[one.path.rpartition(".")[2]]
-    is_rest = axis in (mesh.rest, mesh.fill) or not mesh.rest
+    is_rest = axis in (mesh.rest, mesh.fill, "dp") or not mesh.rest
     if isinstance(value, Computed):
         raise UnknownMesh(value.why, one.line)
     if value is None or str(value).lower() in _EMPTY or (is_rest and value in (-1, "auto")):
@@ -605,7 +610,7 @@ def _read_orders(
     )
 
 
-def _divide(total: int | None, sizes: Mapping[str, int], rest: str) -> int:
+def _divide(total: int | None, sizes: Mapping[str, int], rest: str, ranks: str = "ranks") -> int:
     """The ranks that the other sizes leave to the axis ``rest``."""
     if total is None:
         raise UnknownMesh(f"the size of {rest} {UNKNOWN_RANKS}")
@@ -614,8 +619,8 @@ def _divide(total: int | None, sizes: Mapping[str, int], rest: str) -> int:
     if total % taken:
         product = " x ".join(f"{axis} {size}" for axis, size in others.items() if size > 1)
         raise LayoutError(
-            f"{total} ranks are not a multiple of {product} = {taken}; "
-            "use sizes whose product divides the ranks"
+            f"{total} {ranks} are not a multiple of {product} = {taken}; "
+            f"use sizes whose product divides the {ranks}"
         )
     return total // taken
 
