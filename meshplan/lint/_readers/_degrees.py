@@ -465,8 +465,8 @@ def _make_jobs(
         return
     check_unread(found, order, given, total)
     sizes = _fill_sizes(found, order, given, total, hosts)
-    if "dp" not in order and "dp" in given and total not in (None, math.prod(sizes.values())):
-        ranks = math.prod(sizes.values())
+    ranks = math.prod(sizes.values())
+    if "dp" not in order and "dp" in given and total not in (None, ranks):
         raise UnknownMesh(f"its sizes have {ranks} ranks, and the job has {total}; {INSTEAD}")
     known = {*given, mesh.rest} - {""}
     sharded, sequence_parallel, program = _read_use(found)
@@ -499,7 +499,6 @@ def _make_jobs(
     yield make_job(order, sizes, known)
     if given.get("ep", 1) <= 1 or not experts:
         return
-    ranks = math.prod(sizes.values())
     inner = {axis: given.get(axis, sizes.get(axis, 1)) for axis in experts}
     inner["etp"] = given.get("etp", sizes.get("tp", 1) if mesh.expert_tp else 1)
     inner = {axis: inner[axis] for axis in experts}
@@ -741,8 +740,7 @@ def check_unread(
     replaced = find_replaced(found)
     if replaced and _MODEL.fullmatch(replaced.key) and {"dp", "dp_replicate"} <= {*free}:
         # Options of a model may have experts, but no instances of the optimizer.
-        free = ["ep" if axis == "dp_replicate" else axis for axis in free]
-        free = [axis for axis in free if axis not in given]
+        free = [*({"ep"} - {*given}), *(axis for axis in free if axis != "dp_replicate")]
     fixed = math.prod(given.get(axis, 1) for axis in order)
     if given.get("ep", 1) > 1 and "etp" in {*found.mesh.keys.values()} - {*given}:
         free, fixed = ["etp", *free], 0
