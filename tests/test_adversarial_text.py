@@ -89,6 +89,12 @@ TEXTS = {
         "for k, v in d.items():\n    pass\n",
         "",
     ),
+    "calls with a dict": (
+        "a.py",
+        "from vllm import LLM\nd = dict(" + "".join(f"a{i}=1, " for i in range(5000)) + ")\n",
+        "LLM(m, **d)\n",
+        "",
+    ),
     "meshes in Python": ("a.py", "", MESH, ""),
     "nested parentheses in Python": ("a.py", MESH, "(", ""),
     "annotations in one line": ("a.py", "", "tp:", ""),

@@ -89,7 +89,8 @@ class Reader(PythonText):
     ) -> None:
         super().__init__(tree, text)
         self.world_size = UNKNOWN_RANKS if world_size is None else Whole(world_size)
-        self.per_node = UNKNOWN if per_node is None else Whole(per_node)
+        is_unknown = per_node is None or "VISIBLE_DEVICES" in text  # the file chooses some GPUs
+        self.per_node = UNKNOWN if is_unknown else Whole(per_node)
         self.stack: tuple[ast.AST, ...] = ()
         self.conditions: tuple[int, ...] = ()
         self.run = self._runs = self._branches = self._steps = self._nesting = 0
@@ -430,8 +431,8 @@ class Reader(PythonText):
             is_whole = around[: len(self.conditions)] == self.conditions
             is_sure = one is owner and run == self.run and is_whole
             old = fields.get(name, old)
-            # Before its first value, an attribute of an object of elsewhere has another one.
-            is_first = old is None and not (isinstance(one, Record) and one.path)
+            # Before its first value, an object of elsewhere has another one, and a dict has none.
+            is_first = old is None and not (isinstance(one, Record) and one.owner is None)
             fields[name] = value if is_sure or is_first else join([old or UNKNOWN, value])
 
     def change(self, value: Value) -> None:
@@ -797,6 +798,7 @@ class Reader(PythonText):
             if keyword.arg is not None:
                 found.named[keyword.arg] = value
             elif is_dict(value) and value.fields is not None:
+                self._count_steps(len(value.fields) // _NAMES_PER_STEP)
                 found.named |= value.fields
             else:
                 found.is_complete = False

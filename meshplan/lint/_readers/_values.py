@@ -266,8 +266,8 @@ def count_ranks(
             return Grid(given.positional[1])
         case "get_world_size", None if not given.named and not path.name.startswith("."):
             return world_size
-        # JAX counts the devices of all hosts.
-        case "device_count", None if path.is_imported and path.name.startswith("torch."):
+        # JAX counts the devices of all hosts, and torch.cpu.device_count() is 1.
+        case "device_count", None if path.is_imported and path.name in _COUNTERS:
             return per_node
         case "get" | "getenv", "WORLD_SIZE" | "LOCAL_WORLD_SIZE":
             return world_size if first == "WORLD_SIZE" else per_node
@@ -420,6 +420,7 @@ STANDARD = frozenset({"builtins", "copy", "dataclasses", "numpy", "torch", "typi
 # Variables that launchers set.
 LAUNCHED = re.compile(r"RANK|WORLD|NODE|GPU|PROC|DEVICE|LOCAL|SLURM|MPI|PMI")
 RAISES = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
+_COUNTERS = {f"torch.{one}.device_count" for one in ("cuda", "xpu", "accelerator")}
 LEAVES = (ast.Return, ast.Continue, ast.Break)
 
 
