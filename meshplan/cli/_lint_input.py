@@ -405,7 +405,8 @@ def read_ranks(given: argparse.Namespace) -> RankOptions:
         size = per_host and hosts * per_host
     elif inputs.hosts and len(inputs.files) < 2:
         size = sum(inputs.hosts)
-    return RankOptions(size, hosts, per_host, tuple(given.arguments))
+    # A domain of NVLink may have several hosts.
+    return RankOptions(size, hosts, inputs.node_size, tuple(given.arguments))
 
 
 def _find_config(
