@@ -275,6 +275,8 @@ class TestDefaultsOfTheFile:
 
         mesh = "(pp=2, dp=2, cp=1, tp=2)"
         assert mesh in read("repository/job", "../base.yaml")
+        (tmp_path / "repository/circle.yaml").symlink_to(tmp_path / "repository/circle.yaml")
+        assert read("repository/job", "../circle.yaml") == ""
         outside = ("job", "../below/base.yaml"), ("job", "link.yaml")
         assert "".join(read(*one) for one in outside) == ""
         monkeypatch.chdir(tmp_path)

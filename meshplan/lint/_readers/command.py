@@ -718,7 +718,7 @@ def read_neighbor(name: str, file: str) -> str:
             return ""
         is_short = path.is_file() and path.stat().st_size <= _MAX_SOURCED
         return path.read_text(encoding="utf-8") if is_short else ""
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):  # before Python 3.13, of links in a circle
         return ""
 
 
