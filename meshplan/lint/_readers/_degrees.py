@@ -130,7 +130,8 @@ class Document:
     @cached_property
     def disabled(self) -> tuple[str, ...]:
         """Paths of disabled sections, with a dot."""
-        return tuple(text[:-13] for text in self.texts if text.endswith(".enabled=false"))
+        found = (re.fullmatch(r"(.*\.)enabled?=false", text) for text in self.texts)
+        return tuple(one[1] for one in found if one)
 
 
 def find_framework(document: Document) -> Framework | None:
@@ -444,6 +445,10 @@ def _make_jobs(
     UnknownMesh for a size that is not known, LayoutError for sizes that the framework would refuse.
     """
     mesh, settings = found.mesh, found.document.settings
+    for pattern, needed in mesh.only.items():
+        of_mesh = any(match(pattern, one.path) for one in found.settings.values())
+        if of_mesh and not found.document.has(needed):
+            raise UnknownMesh(f"no setting shows that the program makes this mesh; {INSTEAD}")
     for pattern, why in mesh.refused.items():
         for text, one in zip(found.document.texts, settings, strict=True):
             if match(pattern, text):

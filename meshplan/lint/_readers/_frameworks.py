@@ -38,6 +38,8 @@ class Mesh:
     # Axes of which one has a key in the file; empty if the mark is enough
     needs: frozenset[str] = frozenset()
     unless: str = ""  # regular expression of a setting with which the mesh does not exist
+    # The same of a setting without which it is not judged, by regular expressions of its keys
+    only: Mapping[str, str] = field(default_factory=dict)
     # Why the mesh is not judged, by regular expressions of settings
     refused: Mapping[str, str] = field(default_factory=dict)
     # Other orders of axes, innermost first, joined by hyphens, by key; empty for the value of the
@@ -268,22 +270,33 @@ _TORCHTITAN = Framework(
 _VERL_FSDP = Mesh(
     keys={"fsdp_size": "fsdp"},
     order=("ddp", "fsdp"),
-    section=r"(?P<part>actor_rollout_ref\.actor|critic(?:\.model)?|worker\.(?:actor|critic))"
-    r"(?:\.fsdp(?:_config)?)?",
+    section=r"(?P<part>actor_rollout_ref\.actor|worker\.actor)(?:\.fsdp(?:_config)?)?",
     rest="fsdp",
     fill="ddp",
     unless=r"actor_rollout_ref\.actor\.(?:megatron\..*|strategy=(?!fsdp).*)"
-    r"|(?:critic|reward_model)\.megatron\..*|(?:config_name|defaults\..*)=.*megatron.*",
+    r"|(?:config_name|defaults\..*)=.*megatron.*",
+    # Most estimators have no critic.
+    only={r"(?:worker\.)?critic\..*": r"algorithm\.adv_estimator=gae|critic\.enable=true"},
+    refused={r"(?:critic|reward_model)\.megatron\..*": "another part is of Megatron"},
+)
+_VERL_CRITIC = replace(
+    _VERL_FSDP,
+    section=r"(?P<part>critic(?:\.model)?|worker\.critic)(?:\.fsdp(?:_config)?)?",
+    needs=frozenset({"fsdp"}),
+    unless=r"critic\.(?:megatron\..*|strategy=(?!fsdp).*)",
+    refused={r"(?:config_name|defaults\..*)=.*megatron.*": "its configuration is of Megatron"},
 )
 _VERL = Framework(
     program="verl",
     mark=r"actor_rollout_ref\..*|worker\.(?:actor\.(?:fsdp|model)\..*|rollout\.tensor_parallel_size)",
     meshes=(
         _VERL_FSDP,
+        _VERL_CRITIC,
         replace(
             _MEGATRON_MESH,
             section=r"(?P<part>actor_rollout_ref\.actor|critic)\.megatron",
             is_sharded=True,
+            only=_VERL_FSDP.only,
         ),
         Mesh(
             keys={
@@ -756,7 +769,8 @@ _AREAL = Framework(
 _SKYRL_REFUSED = {
     r"trainer\.critic\.(?:fsdp|megatron)_config\..*_size=(?!-1$|none$|null$).*": (
         "the critic has a mesh of its own"
-    )
+    ),
+    r"generator\.inference_engine_\w+_parallel_size=.*": "older keys of engines are not read",
 }
 _SKYRL = Framework(
     program="unknown",
@@ -773,10 +787,8 @@ _SKYRL = Framework(
             _MEGATRON_MESH,
             section=r"(?P<part>trainer\.policy)\.megatron_config",
             is_sharded=True,
-            refused={
-                **_SKYRL_REFUSED,
-                r"trainer\.strategy=fsdp.*": "FSDP does not read megatron_config",
-            },
+            only={".*": r"trainer\.strategy=megatron"},
+            refused=_SKYRL_REFUSED,
         ),
         replace(
             _SERVING_MESH,
