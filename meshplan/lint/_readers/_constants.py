@@ -89,8 +89,8 @@ class Reader(PythonText):
     ) -> None:
         super().__init__(tree, text)
         self.world_size = UNKNOWN_RANKS if world_size is None else Whole(world_size)
-        is_unknown = per_node is None or "VISIBLE_DEVICES" in text  # the file chooses some GPUs
-        self.per_node = UNKNOWN if is_unknown else Whole(per_node)
+        per_node = None if "VISIBLE_DEVICES" in text else per_node  # the file chooses some
+        self.per_node = UNKNOWN if per_node is None else Whole(per_node)
         self.stack: tuple[ast.AST, ...] = ()
         self.conditions: tuple[int, ...] = ()
         self.run = self._runs = self._branches = self._steps = self._nesting = 0
