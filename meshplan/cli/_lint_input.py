@@ -405,8 +405,9 @@ def read_ranks(given: argparse.Namespace) -> RankOptions:
         size = per_host and hosts * per_host
     elif inputs.hosts and len(inputs.files) < 2:
         size = sum(inputs.hosts)
-    # A domain of NVLink may have several hosts.
-    return RankOptions(size, hosts, inputs.node_size, tuple(given.arguments))
+    # Without a number of hosts, a domain of NVLink may have several.
+    per_node = per_host if hosts else inputs.node_size
+    return RankOptions(size, hosts, per_node, tuple(given.arguments))
 
 
 def _find_config(
