@@ -138,7 +138,13 @@ def deterministic_all_reduce_coalesced(
     refuse_in_graph("meshplan.deterministic_all_reduce_coalesced")
     options = read_options(op, path, contract, strict)
     started: list[Tensor] | Work = _begin(
-        "all_reduce", tensors, out, options, group, async_op, debug
+        "all_reduce",
+        tensors,
+        out,
+        options,
+        group,
+        async_op,
+        debug,
     )
     return started
 

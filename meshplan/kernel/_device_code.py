@@ -150,7 +150,12 @@ class RuntimeLibrary:
         main = (folder / _MAIN).read_bytes()
         self._check(
             self._function("CreateProgram")(
-                ctypes.byref(program), main, _MAIN.encode(), len(texts), headers, names
+                ctypes.byref(program),
+                main,
+                _MAIN.encode(),
+                len(texts),
+                headers,
+                names,
             ),
             program,
         )

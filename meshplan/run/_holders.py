@@ -219,7 +219,7 @@ class ReductionTable(CoverageStep):
         self.skip: Callable[[Ranks, str], object] | None = None
         self._guard = threading.RLock()
         self._found: dict[tuple[CoverageRow, Ranks, str | None, str | None], list[int]] = {}
-        # Elements of all reductions, by ranks and by whether an order may change their results.
+        # Elements reduced, by ranks and by whether an order may change the result.
         self.elements: dict[tuple[Ranks, bool], int] = {}
 
     def add(

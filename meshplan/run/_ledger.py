@@ -351,10 +351,9 @@ def _check_order(
     sums: list[list[tuple[list[int], bool, int, int]]],
     numel: int,
 ) -> str | None:
-    """The cause by reductions between the classes, as one rank of each has counted them. ``not
-    reduced``: some were as large as the tensor before the step, and none in it. ``order``: if the
-    elements suggest it, and one of the step may have had another order. Sums by other means, as
-    of a hook that gathers gradients, leave it open.
+    """The cause by reductions between the classes. ``not reduced``: some had the tensor's size
+    before the step, and none in it. ``order``: one of the step may have had another order. Sums
+    by other means leave it open.
     """
     now = before = 0
     may_vary = False

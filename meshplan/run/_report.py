@@ -76,7 +76,12 @@ def build(
     layouts = find_layouts()
     ran, uses = list(rows.values()), own["uses"]
     hazards, unjudged, judged = describe_hazards(
-        ran, groups, uses, layouts, places, ledger.world_size
+        ran,
+        groups,
+        uses,
+        layouts,
+        places,
+        ledger.world_size,
     )
     notes += unjudged
     if state != "running":
@@ -125,8 +130,7 @@ def write_file(path: str, text: str, *, is_last: bool = True) -> None:
     exists = os.path.dirname(path) == "/dev" or os.path.exists(path)
     if own is not None or (exists and not is_file):
         if is_last:
-            # What the job writes next to a file comes behind the text. Of anything else the job's
-            # descriptor may wait.
+            # The job's next line in a file is behind the text. Other descriptors of its may wait.
             again = own is None or not is_file
             descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK) if again else os.dup(own or 0)
             with open(descriptor, "wb", buffering=0) as file:
@@ -158,9 +162,7 @@ def _write_slowly(file: Any, data: memoryview) -> None:
     while data:
         left = ends - time.monotonic()
         if left <= 0 or not ready.poll(left * 1000):
-            raise TimeoutError(
-                f"{len(data)} bytes are left after {_READER_SECONDS} s: the reader is slow"
-            )
+            raise TimeoutError(f"{len(data)} bytes are left: the reader is slow")
         # None, if another process has filled it meanwhile.
         data = data[file.write(data) or 0 :]
 

@@ -101,7 +101,7 @@ class Begun(NamedTuple):
     reads: list[tuple[Message, _Share, Callable[[], Tensor]]]
 
 
-# Ranks of reductions, whether an order may change them, and elements in a step and before it.
+# Ranks, whether an order may change the result, and elements in a step and before it.
 Reduced = list[tuple[Ranks, bool, int, int]]
 # Tensors, what waits for their words, reductions of the step, and copies of small tensors.
 _Kept = tuple[_Share, Callable[[], Tensor], Reduced, list[Tensor]]

@@ -43,8 +43,8 @@ _CAUSES = {
     "order": ("the same summands were added in different orders", ""),
     "not reduced": (
         "no reduction of its size was seen in this step between the ranks that differ",
-        "check that gradients are reduced over all ranks that hold the parameters before each "
-        "step; replicas that are averaged later, as in local SGD, differ by design until then",
+        "reduce gradients over all of these ranks in each step; between the averages of local SGD "
+        "replicas differ by design",
     ),
     "one rank": (
         "one rank holds other bits than all others",
