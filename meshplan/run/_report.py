@@ -125,14 +125,10 @@ def write_file(path: str, text: str, *, is_last: bool = True) -> None:
     """Replace a file at once: no reader sees a part of it. A link remains, and so does a device or
     pipe, which gets the last text only.
     """
-    own = _find_descriptor(path)
-    is_file = os.path.isfile(path)
-    exists = os.path.dirname(path) == "/dev" or os.path.exists(path)
-    if own is not None or (exists and not is_file):
+    if os.path.dirname(path) == "/dev" or (os.path.exists(path) and not os.path.isfile(path)):
         if is_last:
-            # The job's next line in a file is behind the text. Other descriptors of its may wait.
-            again = own is None or not is_file
-            descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK) if again else os.dup(own or 0)
+            # The job's own descriptor may wait.
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
             with open(descriptor, "wb", buffering=0) as file:
                 _write_slowly(file, memoryview(text.encode()))
         return
@@ -143,16 +139,6 @@ def write_file(path: str, text: str, *, is_last: bool = True) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _find_descriptor(path: str) -> int | None:
-    """The descriptor that ``path`` names, as /dev/stdout does."""
-    for _ in range(40):  # links, as many as the system follows
-        folder, name = os.path.split(path)
-        if name.isdigit() and os.path.realpath(folder) == os.path.realpath("/proc/self/fd"):
-            return int(name)
-        path = os.path.join(folder, os.readlink(path)) if os.path.islink(path) else path
-    return None
 
 
 def _write_slowly(file: Any, data: memoryview) -> None:

@@ -355,7 +355,7 @@ def read_document(document: Document, world_size: int | None) -> JobFile:
     launch = count_ranks(document, framework)
     if "world_size" in launch.stated:
         world_size = None
-    hosts = launch.hosts
+    hosts, total = launch.hosts, launch.world_size
     jobs: list[Job] = []
     skipped: list[Skipped] = []
     is_read = False
@@ -369,9 +369,7 @@ def read_document(document: Document, world_size: int | None) -> JobFile:
         try:
             # verl's critic has the mesh of its actor, for example.
             known = {(job.layout, job.roles) for job in jobs}
-            part = _count_devices(found, launch.ranks_per_host)
-            total = part or launch.world_size
-            made = [*_make_jobs(found, source, part or world_size or total, hosts)]
+            made = [*_make_jobs(found, source, world_size or total, hosts)]
             is_read |= bool(made)
             # An engine starts its own workers, on as many GPUs of an allocation as it needs.
             is_engine = found.mesh.roles.get("dp") == "apart" and not found.mesh.rest
@@ -394,29 +392,13 @@ def read_document(document: Document, world_size: int | None) -> JobFile:
             why = " ".join(str(unknown).split())  # a value may have several lines
             skipped.append(Skipped(Source(document.name, unknown.line or line), why))
         except MeshplanError as error:
-            if launch.world_size is None or world_size is not None:
+            if total is None or world_size is not None:
                 raise add_source(source, error) from None
             # Numbers of hosts in files are often placeholders.
             remedy = "correct this number" if "world_size" in launch.stated else "pass --world-size"
             why = f"{error.args[0]}, or {remedy}"
             skipped.append(Skipped(source, why))
     return JobFile(tuple(jobs), tuple(skipped), None, *launch, is_read=is_read)
-
-
-def _count_devices(found: Degrees, per_host: int | None) -> int | None:
-    """The ranks of a part of ROLL's cluster, which begin with those of a host."""
-    for one in found.document.settings:
-        part, _, key = one.path.rpartition(".")
-        of_part = (two.path.startswith(f"{part}.") for two in found.settings.values())
-        if key == "device_mapping" and any(of_part):
-            devices = re.fullmatch(r"list\(range\((\d{1,7}), ?(\d{1,7})\)\)", str(one.value))
-            first, end = map(int, devices.groups()) if devices else (0, 0)
-            if first >= end or (first and (per_host is None or first % per_host)):
-                why = f"{one.key} = {one.value} is not a range from the first GPU of a host"
-                why = one.value.why if isinstance(one.value, Computed) else f"{why}; {INSTEAD}"
-                raise UnknownMesh(why, one.line)
-            return end - first
-    return None
 
 
 def make_document_jobs(

@@ -126,7 +126,6 @@ _NEMO_LAUNCH: Mapping[str, str] = {
     **_LIGHTNING_LAUNCH,
     "cluster.num_nodes": "hosts",
     "cluster.gpus_per_node": "ranks_per_host",
-    "num_gpus_per_node": "ranks_per_host",
     "experiment.runner.nnodes": "hosts",  # of FlagScale
     "experiment.runner.nproc_per_node": "ranks_per_host",
 }
@@ -189,8 +188,9 @@ _AUTOMODEL = Framework(
 # Lightning, cluster.gpus_per_node of NeMo RL.
 _NEMO_REFUSED = {
     **_MEGATRON_MESH.refused,
-    # NeMo RL and RLinf, which start Megatron-LM on a part of the cluster.
+    # NeMo RL, ROLL and RLinf, which start Megatron-LM on a part of the cluster.
     r".*generation\.colocated\.enabled=false": "training and generation have ranks of their own",
+    r".*\.device_mapping(?:=|\.).*": "each device_mapping has ranks of its own",
     r"cluster\.component_placement\..*=(?!all$).*": "component_placement separates the ranks",
 }
 _NEMO = Framework(
