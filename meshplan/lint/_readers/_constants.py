@@ -81,11 +81,7 @@ class Reader(PythonText):
     arguments: Sequence[str] = ()  # of the program
 
     def __init__(
-        self,
-        tree: ast.Module,
-        text: str,
-        world_size: int | None,
-        per_node: int | None = None,
+        self, tree: ast.Module, text: str, world_size: int | None, per_node: int | None = None
     ) -> None:
         super().__init__(tree, text)
         self.world_size = UNKNOWN_RANKS if world_size is None else Whole(world_size)
