@@ -147,10 +147,7 @@ def _execute(name: str, source: bytes | None, arguments: list[str]) -> None:
     else:
         module.__file__ = path
         module.__dict__["__cached__"] = None
-        module.__loader__ = SourceFileLoader(
-            "__main__",
-            path,
-        )
+        module.__loader__ = SourceFileLoader("__main__", path)
         exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
 
 

@@ -207,11 +207,10 @@ class Observation:
             if certified or kind in KINDS:
                 items += self._list_tensors(optimizer, kind)
         now, before = self._reductions.elements.copy(), self._reduced.get(unit, {})
-        self._shares.reduced = [
-            (*where, count - before.get(where, 0), before.get(where, 0))
-            for where, count in now.items()
-        ]
-        self._shares.begin(begun, unit, step, items, whole=whole, certified=certified)
+        reduced = [(*at, n - before.get(at, 0), before.get(at, 0)) for at, n in now.items()]
+        self._shares.begin(
+            begun, unit, step, items, whole=whole, certified=certified, reduced=reduced
+        )
         if ahead:
             self._begun[optimizer] = begun
             return

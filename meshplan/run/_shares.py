@@ -114,7 +114,6 @@ class Shares:
         self._parameters, self._note = parameters, note
         self.rank = 0
         self.leaves: Leaves | None = None
-        self.reduced: Reduced = []  # in the step that is under way
         # By optimizer and kind, while the tensors stay the same objects: these, and their shares.
         self._plans: dict[tuple[int, str], tuple[Any, list[_Share]]] = {}
         self.owners: dict[str, int] = {}  # the optimizers of sets
@@ -152,6 +151,7 @@ class Shares:
         *,
         whole: bool,
         certified: bool,
+        reduced: Reduced,
     ) -> None:
         """Begin the words of tensors. ``whole`` compares replicas."""
         posts, reads = begun
@@ -178,7 +178,7 @@ class Shares:
                         tensors = [local[one.at[0]][one.at[1]] for one in share.parts]
                         reads.append((post, share, share.start(tensors)))
                         if "sets" in post:
-                            self._keep(step, share, tensors, reads[-1][-1])
+                            self._keep(step, share, tensors, reads[-1][-1], reduced)
                     posts += [post] if first or len(post) > 2 else []
 
     def take(
@@ -226,6 +226,7 @@ class Shares:
         share: _Share,
         tensors: Sequence[Tensor],
         read: Callable[[], Tensor],
+        reduced: Reduced,
     ) -> None:
         """Keep what waits for words, and copies of small ones. A post is sent once the
         device has both.
@@ -234,7 +235,7 @@ class Shares:
         copies = [one.clone() for one in tensors] if nbytes <= COPIED_BYTES else []
         with self._lock:
             for name in share.sets:
-                self._kept[name, step] = share, read, self.reduced, copies
+                self._kept[name, step] = share, read, reduced, copies
                 for key in [key for key in self._kept if key[0] == name][:-KEPT]:
                     del self._kept[key]
             copied = 0

@@ -33,7 +33,8 @@ class Ranks:
         table = mock.Mock(holders_of=lambda *_: {self.ranks})
         self.shares = [Shares(table, print) for _ in self.ranks]
         for rank, one in enumerate(self.shares):
-            one.rank, one.reduced = rank, [(self.ranks, True, 20_010, 0)]
+            one.rank = rank
+        self.reduced: Any = [(self.ranks, True, 20_010, 0)]
         self.sent = 0
 
     def post(
@@ -41,7 +42,8 @@ class Ranks:
     ) -> Any:
         items = [Item(kind, name, one, one) for name, one in tensors.items()]
         begun, shares = Begun([], []), self.shares[rank]
-        shares.begin(begun, 0, step, items, whole=True, certified=False)
+        reduced = [sums for sums in self.reduced if not sums[0] or rank in sums[0]]
+        shares.begin(begun, 0, step, items, whole=True, certified=False, reduced=reduced)
         make: Any = shares.take(begun, 0, step, whole=True, number=None)
         return make()
 
@@ -103,16 +105,14 @@ def test_a_flipped_bit_is_located_in_every_order_of_arrival(seed: int) -> None:
 def find_cause(factor: Callable[[int], float], *reduced: Any) -> Any:
     """Of tensors that each rank multiplies by a factor, after reductions of some elements."""
     found = Ranks(4)
-    for rank, one in enumerate(found.shares):
-        one.reduced = [sums for sums in reduced if not sums[0] or rank in sums[0]]
+    found.reduced = reduced
     found.step(1, lambda tensors, rank: [t.mul_(factor(rank)) for t in tensors.values()])
     return found.first["cause"]
 
 
 def test_replicas_that_started_apart_and_that_drift_are_told_apart() -> None:
-    sums = (0, 1, 2, 3), True, 3, 0
-    assert find_cause(lambda rank: (-1) ** rank, sums) == "never equal"
-    assert find_cause(lambda rank: 1 + rank * 3e-7, sums) == "order"
+    assert find_cause(lambda rank: (-1) ** rank) == "never equal"
+    assert find_cause(lambda rank: 1 + rank * 3e-7, ((), True, 3, 0)) == "order"
 
 
 @pytest.mark.parametrize(
