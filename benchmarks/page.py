@@ -14,8 +14,8 @@ from benchmarks.record import Bar, Case
 HEAD = """\
 # Performance
 
-For developers: every bar, and the tables behind it. Users find the figures of a job in
-[What will it cost me](cost.md).
+For developers: every bar, and the suites that have pictures or no bars. Users find the figures of a
+job in [What will it cost me](cost.md).
 
 `make bench` writes this page in about 20 minutes on two idle cores; do not edit it. The compared
 calls of a case take turns in the same processes. The time of a call is that of its slowest rank.
@@ -36,7 +36,8 @@ The cause of the two missed bars is not known.
 | backend | meshplan / gloo, small messages | at most 0.35 | 0.009 to 0.015 | met |
 | training | meshplan / plain | at most 1 and 1.15 | 0.80 to 1.06 | met |
 """
-# A suite with more cases has a picture in place of tables.
+# A suite with more cases has a picture in place of a table. One with fewer that have bars has
+# nothing but these.
 _MOST_ROWS = 6
 
 
@@ -59,17 +60,19 @@ def write_page(found: dict[str, Any], folder: Path) -> list[Path]:
     parts = [HEAD, _machine(found), "\n## Bars\n", *_bars(found), "", OTHER_MACHINE]
     for suite in found["benchmarks"]:
         name, title = suite["name"], suite["title"].rstrip(".")
+        cases = [Case.from_json(case) for case in suite["cases"]]
+        with_bars = sum(bool(case.bars) for case in cases)
+        if 0 < with_bars <= _MOST_ROWS:
+            continue
         parts += [f"## {name}: {title[0].lower()}{title[1:]}\n"]
         if suite["skipped"]:
             parts += [f"Left out here: {suite['skipped']}.\n"]
             continue
-        cases = [Case.from_json(case) for case in suite["cases"]]
-        shown = [case for case in cases if case.bars] or cases
-        if len(shown) > _MOST_ROWS:
+        if (with_bars or len(cases)) > _MOST_ROWS:
             files += draw(name, title, cases, pictures)
             parts += [f"![{title}](performance/{name}.png)\n"]
         else:
-            parts += ["\n".join(_table(shown)) + "\n"]
+            parts += ["\n".join(_table(cases)) + "\n"]
     page = folder / "performance.md"
     page.write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
     return [page, *files]

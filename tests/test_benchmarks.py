@@ -171,15 +171,18 @@ def test_json_round_trip_is_lossless() -> None:
 class TestTexts(TestCase):
     maxDiff = None
 
-    def test_page_lists_bars_and_cases(self) -> None:
+    def test_page_lists_bars_and_cases_without_bars(self) -> None:
         folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
         suite = replace(allreduce_cpu.SUITE, reasons={"peer / gloo": "Messages of 1 KiB."})
         self.enterContext(mock.patch.object(allreduce_cpu, "SUITE", suite))
         (page,) = write_page(make_suite(CASE), folder)
-        text = page.read_text()
+        bars = page.read_text()
+        assert "## allreduce_cpu" not in bars
+        write_page(make_suite(replace(CASE, bars=())), folder)
+        cases = page.read_text()
         self.assertExpectedInline(
-            text[text.index("## Bars") : text.index("## A second")]
-            + text[text.index("## allreduce_cpu") :],
+            bars[bars.index("## Bars") : bars.index("## A second")]
+            + cases[cases.index("## allreduce_cpu") :],
             """\
 ## Bars
 
@@ -204,7 +207,6 @@ Not met:
 Left out here: no GPU.
 """,
         )
-        assert "](performance/allreduce_cpu.png)" not in text
         many = write_page(make_suite(*[CASE] * 7), folder)
         assert [file.name for file in many] == ["performance.md", "allreduce_cpu.png"]
 
