@@ -32,12 +32,9 @@ The cause of the two missed bars is not known.
 |---|---|---|---|---|
 | fold | compiled / copy | at most 1.25 | 1.27 to 1.30 | **not met** |
 | replicas | digest / read | at most 1.2 | 1.22 to 1.29 | **not met** |
-| allreduce_cpu | peer / gloo | at most 0.1 and 0.3 | up to 0.039 and 0.212 | met |
-| backend | meshplan / gloo, small messages | at most 0.35 | 0.009 to 0.015 | met |
 | training | meshplan / plain | at most 1 and 1.15 | 0.80 to 1.06 | met |
 """
-# A suite with more cases has a picture in place of a table. One with fewer that have bars has
-# nothing but these.
+# A suite with more cases has a picture; one with fewer that have bars has only these.
 _MOST_ROWS = 6
 
 
