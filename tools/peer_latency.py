@@ -4,7 +4,6 @@
 
 The sum of barriers, of the bytes that pass a GPU's link in one direction, and of work in local
 memory while the link is idle. Nothing here was measured by meshplan.
-docs/explanation/kernel-memory-model.md explains the printed tables.
 """
 
 from __future__ import annotations
