@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.pages import blocks
 from tests.processes import run_ranks
 from tests.programs import torchrun
 
@@ -73,15 +71,6 @@ def job(
     assert "model of NCCL" in found["order_of_additions"]
     rows: list[dict[str, Any]] = found["rows"]
     return rows, printed
-
-
-def cells(line: str) -> list[str]:
-    return re.split(r" {2,}", line.strip())
-
-
-def rough(cell: str) -> str:
-    """Shares of elements depend on the machine's matrix products; that there are some does not."""
-    return re.sub(r"(?!0\.0%)\d+\.\d%", "some", cell)
 
 
 EXCHANGE = {"all_to_all_single": 1, "all_gather_into_tensor": 1}
@@ -162,22 +151,13 @@ def test_no_replica_differs_over_the_backend(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.full
-def test_tutorial_shows_the_printed_table(tmp_path: Path) -> None:
+def test_mesh_of_the_issue_shows_the_hazard(tmp_path: Path) -> None:
     rows, printed = job(fork, "8,5,1", 8, tmp_path)
     both, first = "(P, P, R) -> (R, R, R)", "(P, R, R) -> (R, R, R)"
     check(rows, both, first, ROUNDS | EXCHANGE, ROUNDS | {"all_reduce": 1})
-    page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
-    (shown,) = (block for block in blocks(page, "") if block.text.startswith("mesh (ddp=8"))
-    lines = printed.splitlines()
-    head, columns = shown.text.splitlines()[:3], shown.text.splitlines()[3:]
-    assert head == [line for line in lines if line in head]
-    # The page leaves the columns of times out.
-    table = lines[next(i for i, line in enumerate(lines) if line.startswith("run ")) :]
-    names = cells(table[0])
-    kept = [names.index(name) for name in cells(columns[0])]
-    for line, wanted in zip(table, columns, strict=True):
-        if not line.startswith("---"):
-            assert [rough(cells(line)[i]) for i in kept] == [rough(one) for one in cells(wanted)]
+    # The tutorial has this figure.
+    assert 0.3 < max(row["max_fraction_differing"] for row in rows) < 0.4
+    assert "ddp: 5 groups of 8, ranks per domain (2,2,1,2,1) (2,1,2,2,1)" in printed
 
 
 @pytest.mark.parametrize(

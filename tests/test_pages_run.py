@@ -53,10 +53,7 @@ READ_BY = {
     ("README.md", "sh"): "tests/test_documents.py::test_readme_sets_up_a_fresh_clone",
 }
 # Output that no block of its page prints.
-PRINTED_BY = {
-    **dict.fromkeys(("README.md", "docs/index.md", "docs/run.md"), "tests/test_run_jobs.py"),
-    "docs/tutorial.md": "tests/test_demo.py::test_tutorial_shows_the_printed_table",
-}
+PRINTED_BY = dict.fromkeys(("README.md", "docs/index.md", "docs/run.md"), "tests/test_run_jobs.py")
 MARK = "---- block "
 RANKS = re.compile(r"torchrun (?:--standalone )?--nproc-per-node (\d+)(?: \w+\.py)?[`\n]")
 
