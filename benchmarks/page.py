@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +14,7 @@ from benchmarks.record import Bar, Case
 HEAD = """\
 # Performance
 
-For developers: every bar, and the suites that have pictures or no bars. Users find the figures of a
+For developers: every bar, and pictures of the suites with many cases. Users find the figures of a
 job in [What will it cost me](cost.md).
 
 `make bench` writes this page in about 20 minutes on two idle cores; do not edit it. The compared
@@ -34,7 +34,7 @@ The cause of the two missed bars is not known.
 | replicas | digest / read | at most 1.2 | 1.22 to 1.29 | **not met** |
 | training | meshplan / plain | at most 1 and 1.15 | 0.80 to 1.06 | met |
 """
-# A suite with more cases has a picture; one with fewer that have bars has only these.
+# A suite with more cases has a picture, others have their bars only.
 _MOST_ROWS = 6
 
 
@@ -58,18 +58,15 @@ def write_page(found: dict[str, Any], folder: Path) -> list[Path]:
     for suite in found["benchmarks"]:
         name, title = suite["name"], suite["title"].rstrip(".")
         cases = [Case.from_json(case) for case in suite["cases"]]
-        with_bars = sum(bool(case.bars) for case in cases)
-        if 0 < with_bars <= _MOST_ROWS:
+        shown = [case for case in cases if case.bars] or cases
+        if not suite["skipped"] and len(shown) <= _MOST_ROWS:
             continue
         parts += [f"## {name}: {title[0].lower()}{title[1:]}\n"]
         if suite["skipped"]:
             parts += [f"Left out here: {suite['skipped']}.\n"]
             continue
-        if (with_bars or len(cases)) > _MOST_ROWS:
-            files += draw(name, title, cases, pictures)
-            parts += [f"![{title}](performance/{name}.png)\n"]
-        else:
-            parts += ["\n".join(_table(cases)) + "\n"]
+        files += draw(name, title, cases, pictures)
+        parts += [f"![{title}](performance/{name}.png)\n"]
     page = folder / "performance.md"
     page.write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
     return [page, *files]
@@ -142,17 +139,3 @@ def _bars(found: dict[str, Any]) -> Iterator[str]:
     if reasons:
         yield "\nNot met:\n"
         yield from (f"* {suite}, {name}: {why}" for (suite, name), why in reasons.items())
-
-
-def _table(cases: Sequence[Case]) -> Iterator[str]:
-    """One table, whatever each case compares."""
-    yield "| | ranks | median (95th percentile) | ratio of medians |"
-    yield "|---|---|---|---|"
-    for case in cases:
-        figures = [
-            f"{name} {run.median:.3g}" + f" ({run.p95:.3g})" * (run.samples > 1)
-            for name, run in case.runs.items()
-        ]
-        ratios = [f"{of} / {to} {value:.3g}" for of, to, value in case.ratios]
-        medians = f"{', '.join(figures)} {case.unit}"
-        yield f"| {case.name} | {case.ranks} | {medians} | {', '.join(ratios)} |"

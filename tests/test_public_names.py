@@ -129,10 +129,9 @@ def test_pages_import_public_names_only() -> None:
     wrong = []
     for place, code in programs.items():
         for module, name in imported(code):
-            # Group-protocol is about internal modules.
             known = names.get(module, [])
             is_module = isinstance(getattr(importlib.import_module(module), name), ModuleType)
-            if name not in known and not is_module and "group-protocol" not in place:
+            if name not in known and not is_module:
                 wrong.append(f"{place}: {module}.{name}")
     assert wrong == []
 
