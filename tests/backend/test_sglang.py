@@ -40,10 +40,12 @@ def install_plugin(folder: Path) -> None:
 @needs_sglang
 @pytest.mark.full
 @pytest.mark.processes
+@pytest.mark.parametrize("observed", [False, True])
 @pytest.mark.parametrize(("ranks", "plugin"), [(2, True), (4, True), (4, False)])
 def test_group_of_sglang_reduces_under_the_contract(
-    tmp_path: Path, ranks: int, plugin: bool
+    tmp_path: Path, ranks: int, plugin: bool, observed: bool
 ) -> None:
+    path = tmp_path / "report.json"
     if plugin:
         install_plugin(tmp_path)
     (variable,) = re.findall(r"`(SGLANG_\w+)=1`", SECTION)
@@ -56,6 +58,7 @@ def test_group_of_sglang_reduces_under_the_contract(
             "PYTHONPATH": f"{ROOT}:{tmp_path}",
             "OMP_NUM_THREADS": "1",
             "SGLANG_USE_CPU_ENGINE": "1",  # its reduce-scatter on CPUs
+            **({"MESHPLAN_RUN": f"report={path}"} if observed else {}),
         },
         timeout=None,
     )
@@ -73,3 +76,6 @@ def test_group_of_sglang_reduces_under_the_contract(
             for step in one["counted"]
         ]
         assert counts == ([[2, 0, 0], [1, 0, 1]] if plugin else [[0, 0, 2]] * 2)
+    if observed:
+        reductions = json.loads(path.read_bytes())["reductions"]
+        assert {one["contract"] is not None for one in reductions} == {plugin, False}

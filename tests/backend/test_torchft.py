@@ -12,7 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,14 @@ pytestmark = [
 class Rank:
     """A process of ``torchft_replica``."""
 
-    def __init__(self, words: list[str]) -> None:
+    def __init__(self, words: list[str], **variables: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.backend.torchft_replica", *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | variables,
         )
         self.steps: list[dict[str, Any]] = []
 
@@ -60,10 +60,12 @@ class Rank:
 
 
 @contextmanager
-def replica_group(number: int, lighthouse: str, ranks: int) -> Iterator[list[Rank]]:
+def replica_group(
+    number: int, lighthouse: str, ranks: int, **variables: str
+) -> Iterator[list[Rank]]:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     words = [[number, lighthouse, rank, ranks, store.port] for rank in range(ranks)]
-    group = [Rank([*map(str, one)]) for one in words]
+    group = [Rank([*map(str, one)], **variables) for one in words]
     try:
         for one in group:
             one.wait_for("ready")
@@ -86,18 +88,24 @@ def run(order: str, *groups: list[Rank]) -> None:
         one.wait_for("done")
 
 
+@pytest.mark.parametrize("observed", [False, True])
 @pytest.mark.parametrize("ranks", [1])
-def test_replicas_are_equal_before_and_after_one_was_killed(ranks: int) -> None:
+def test_replicas_are_equal_before_and_after_one_was_killed(
+    ranks: int, observed: bool, tmp_path: Path
+) -> None:
     lighthouses: Any = importlib.import_module("torchft.coordination")
     # A quorum waits for every replica that is alive.
     lighthouse = lighthouses.LighthouseServer(
         bind="[::]:0", min_replicas=1, join_timeout_ms=300_000, heartbeat_timeout_ms=10_000
     )
-    address = lighthouse.address()
+    address, numbers = lighthouse.address(), count()
     with ExitStack() as stack:
 
         def start(number: int) -> list[Rank]:
-            return stack.enter_context(replica_group(number, address, ranks))
+            # Each replica group is a job of its own, with a report of its own.
+            path = tmp_path / f"{next(numbers)}.json"
+            variables = {"MESHPLAN_RUN": f"every=1 report={path}"} if observed else {}
+            return stack.enter_context(replica_group(number, address, ranks, **variables))
 
         first, second, third = map(start, range(3))
         run("steps 3 3", first, second, third)
@@ -113,6 +121,9 @@ def test_replicas_are_equal_before_and_after_one_was_killed(ranks: int) -> None:
             one.wait_for("done")
         fourth = start(2)
         run("steps 3 3", first, second, fourth)
+        for one in (*first, *second, *fourth):
+            one.process.communicate()
+            assert one.process.returncode == 0
         steps = [step for one in chain(first, second, third, fourth) for step in one.steps]
     lighthouse.shutdown()
     digests = defaultdict(list)
@@ -127,6 +138,13 @@ def test_replicas_are_equal_before_and_after_one_was_killed(ranks: int) -> None:
         assert counts.count((3, 3)) == 6
         assert counts.count((2, 2)) >= 2
     assert all(len(set(found)) == 1 for found in digests.values())
+    reports = [json.loads(path.read_bytes()) for path in sorted(tmp_path.glob("*.json"))]
+    # The third one was killed: its report is that of up to a second before.
+    states = [report["state"] for report in reports]
+    assert states == (["ended", "ended", "running", "ended"] if observed else [])
+    for report in reports:
+        assert all(one["contract"] for one in report["reductions"])
+        assert report["state"] == "running" or report["reductions"]
 
 
 def test_replica_group_needs_a_default_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,13 @@ LOOP = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 needs_vllm = pytest.mark.skipif(not PYTHON.exists(), reason="run make test-clients")
 
 
-def run(python: str, *words: str, plugins: str = "", status: int = 0) -> str:
+def run(
+    python: str, *words: str, plugins: str = "", status: int = 0, report: Path | None = None
+) -> str:
+    """Its output; with ``report``, as ``meshplan run`` observes it."""
     environment = {
         **os.environ,
+        **({"MESHPLAN_RUN": f"every=1 gradients report={report}"} if report else {}),
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "VLLM_PLUGINS": plugins,
@@ -74,12 +78,19 @@ def test_trainer_and_generator_have_equal_log_probabilities(plain: bool) -> None
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("plugins", ["meshplan", ""])
-def test_trainer_agrees_with_the_group_of_vllm(plugins: str) -> None:
+def test_trainer_agrees_with_the_group_of_vllm(plugins: str, tmp_path: Path) -> None:
     words = [*LOOP, "4", "examples/rl_loop.py", "--generator", "vllm"]
     # The loop ends with 1 if they differ without --plain.
     status = int(plugins == "")
-    differences = count_differences(run(str(PYTHON), *words, plugins=plugins, status=status))
-    assert (sum(differences) > 0) == (plugins == "")
+    alone = run(str(PYTHON), *words, plugins=plugins, status=status)
+    assert (sum(count_differences(alone)) > 0) == (plugins == "")
+    path = tmp_path / "report.json"
+    observed = run(str(PYTHON), *words, plugins=plugins, status=status, report=path)
+    assert re.findall(r"^step .*", observed, re.M) == re.findall(r"^step .*", alone, re.M)
+    report = json.loads(path.read_bytes())
+    assert report["steps"]["taken"] == dict.fromkeys("0123", 3)
+    # Those of vLLM's group: the trainer reduces over the backend.
+    assert any(not one["contract"] for one in report["reductions"]) == (plugins == "")
 
 
 @needs_vllm
@@ -87,10 +98,18 @@ def test_trainer_agrees_with_the_group_of_vllm(plugins: str) -> None:
 @pytest.mark.processes
 def test_engine_of_vllm_reduces_under_the_contract(tmp_path: Path) -> None:
     words = ["-m", "tests.backend.vllm_engine", str(tmp_path)]
-    printed = run(str(PYTHON), *words, plugins="meshplan")
-    (line,) = (one for one in printed.splitlines() if one.startswith('{"tokens"'))
-    result = json.loads(line)
-    assert result["tokens"] == [4, 4]
+    path = tmp_path / "report.json"
+    result, observed = (
+        json.loads(next(line for line in printed.splitlines() if line.startswith('{"tokens"')))
+        for printed in (
+            run(str(PYTHON), *words, plugins="meshplan", report=report) for report in (None, path)
+        )
+    )
+    assert observed["tokens"] == result["tokens"]
+    assert [len(tokens) for tokens in result["tokens"]] == [4, 4]
+    reductions = json.loads(path.read_bytes())["reductions"]
+    assert reductions
+    assert all(one["contract"] for one in reductions)
     total = [[3.0 * (4 * row + column) for column in range(4)] for row in range(3)]
     for worker in result["workers"]:
         rank = worker["rank"]

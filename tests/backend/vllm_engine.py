@@ -65,7 +65,7 @@ def main(folder: str) -> None:
     )
     prompts = [{"prompt_token_ids": [1, 5, 9, 17]}, {"prompt_token_ids": [1, 7]}]
     sampling = SamplingParams(max_tokens=4, temperature=0, detokenize=False, ignore_eos=True)
-    tokens = [len(one.outputs[0].token_ids) for one in engine.generate(prompts, sampling)]
+    tokens = [list(one.outputs[0].token_ids) for one in engine.generate(prompts, sampling)]
     result = {"tokens": tokens, "workers": engine.collective_rpc(reduce_in_worker)}
     sys.stdout.write(json.dumps(result) + "\n")
 
