@@ -224,6 +224,8 @@ def _collect(
         kind, value = receiver.recv()
         if kind == "raised":
             failures.append(f"rank {rank} raised:\n{value}")
+            # The others may wait for it as long as a collective may take.
+            deadline = min(deadline, time.monotonic() + 30)
         results[rank] = value
     stay.close()
     for rank, process in enumerate(processes):
