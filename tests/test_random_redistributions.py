@@ -45,7 +45,9 @@ def placement(text: str) -> Placement:
 
 
 def drawn(count: int, world_size: int) -> list[Redistribution]:
-    """The same cases on every run; shrinking is for the pure test."""
+    """The same cases wherever the same modules are loaded, as hypothesis draws their constants too;
+    shrinking is for the pure test.
+    """
     cases: list[Redistribution] = []
 
     @settings(
@@ -59,8 +61,12 @@ def drawn(count: int, world_size: int) -> list[Redistribution]:
         redistributions(max_world=world_size, all_ranks=world_size, to_partial=False, dtypes=DTYPES)
     )
     def collect(case: Redistribution) -> None:
+        axes = zip(case.src, case.dst, case.layout.sizes, strict=True)
+        moved = [src for src, dst, size in axes if src != dst and size > 1]
+        # Torch gathers shards, over gloo, which sends no int16.
+        unsent = case.dtype == torch.int16 and any(src[0] == "S" for src in moved)
         # Where all partial axes are of size 1 there is nothing to reduce, and torch is left alone.
-        if any(case.layout.sizes[i] > 1 for i in case.partial):
+        if not unsent and any(case.layout.sizes[i] > 1 for i in case.partial):
             cases.append(case)
 
     collect()
