@@ -19,3 +19,17 @@ def meshplan(*words: str, given: str = "") -> tuple[int, str, str]:
         except SystemExit as stop:
             status = int(stop.code or 0)
     return status, out.getvalue(), err.getvalue()
+
+
+def printed(*words: str) -> str:
+    """What a command that succeeds prints."""
+    status, out, err = meshplan(*words)
+    assert (status, err) == (0, ""), (words, err)
+    return out
+
+
+def refused(*words: str, given: str = "") -> str:
+    """The one line of a command that is not carried out."""
+    status, out, err = meshplan(*words, given=given)
+    assert (status, out, err.count("\n")) == (2, "", 1), (words, out, err)
+    return err

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -90,6 +91,14 @@ def _nothing_stays() -> Iterator[None]:
     if dtensor is not None and dtensor.current_config() is not None:
         dtensor.uninstall()
         pytest.fail("meshplan is still installed in the tests' own process")
+
+
+@pytest.fixture
+def no_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder, and no variable of a job that the linter reads."""
+    monkeypatch.chdir(tmp_path)
+    for key in ("LOCAL_WORLD_SIZE", "SLURM_JOB_NODELIST", "SLURM_NODELIST", "NCCL_ALGO"):
+        monkeypatch.delenv(key, raising=False)
 
 
 @pytest.fixture(scope="module")

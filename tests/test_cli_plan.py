@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,24 +25,14 @@ from meshplan.cli import _plan
 from meshplan.layout import Layout
 from meshplan.planner import Problem
 from meshplan.topology import Topology
-from tests.cli import meshplan
+from tests.cli import meshplan, printed, refused
 
-
-def plan(*words: str) -> tuple[int, str, str]:
-    return meshplan("plan", *words)
-
-
-def refused(*words: str) -> str:
-    code, out, said = plan(*words)
-    assert (code, out, said.count("\n")) == (2, "", 1), (words, out, said)
-    return said
+plan = partial(meshplan, "plan")
 
 
 class TestText(TestCase):
     def show(self, text: str) -> str:
-        code, out, said = plan(*text.split())
-        assert (code, said) == (0, "")
-        return out
+        return printed("plan", *text.split())
 
     def test_two_reductions_become_one(self) -> None:
         found = self.show(
@@ -189,7 +180,9 @@ class TestErrors(TestCase):
         found = []
         for change in changes:
             words = {**whole, **change}
-            found.append(refused(*(f"--{n}={w}" for n, w in words.items() if w is not None)))
+            found.append(
+                refused("plan", *(f"--{n}={w}" for n, w in words.items() if w is not None))
+            )
         self.assertExpectedInline(
             "".join(found),
             """\

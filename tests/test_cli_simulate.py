@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 from expecttest import TestCase
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cli import meshplan
+from tests import cli
+from tests.cli import meshplan, printed
 
-
-def simulate(*words: str) -> tuple[int, str, str]:
-    return meshplan("simulate", *words)
-
-
-def refused(*words: str) -> str:
-    code, out, said = simulate(*words)
-    assert (code, out, said.count("\n")) == (2, "", 1), (words, out, said)
-    return said
+simulate = partial(meshplan, "simulate")
+show = partial(printed, "simulate")
+refused = partial(cli.refused, "simulate")
 
 
 def cells(line: str) -> list[str]:
@@ -26,14 +22,9 @@ def cells(line: str) -> list[str]:
 
 
 class TestText(TestCase):
-    def show(self, *words: str) -> str:
-        code, out, said = simulate(*words)
-        assert (code, said) == (0, "")
-        return out
-
     def test_all_orders_are_listed(self) -> None:
         self.assertExpectedInline(
-            self.show("--mesh", "ddp=8,fsdp=5", "--domain-size", "8"),
+            show("--mesh", "ddp=8,fsdp=5", "--domain-size", "8"),
             """\
 mesh (ddp=8, fsdp=5), 5 nodes of 8, domains of 8; 16384 elements of float32, seed 0
 order      algorithm  replicas  differ
@@ -49,7 +40,7 @@ model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; it shows what may h
         )
 
     def test_given_orders_are_simulated(self) -> None:
-        found = self.show(
+        found = show(
             *("--mesh", "a=3,b=4,c=2", "--node-size", "5", "--numel", "500", "--algorithm", "tree"),
             *("--reduce-order", "c,a+b", "--reduce-order", "b", "--flat"),
         )
@@ -68,10 +59,10 @@ model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; it shows what may h
 
     def test_meshes_of_few_ranks_are_simulated(self) -> None:
         found = [
-            self.show("--mesh", "1", "--domain-size", "8"),
-            self.show("--mesh", "a=1,b=3", "--domain-size", "2", "--numel", "9"),
-            self.show("--mesh", "4,1", "--hosts", "2", "--numel", "1", "--flat"),
-            self.show("--mesh", "a=4,b=2", "--hosts", "2", "--from", "R,R", "--numel", "9"),
+            show("--mesh", "1", "--domain-size", "8"),
+            show("--mesh", "a=1,b=3", "--domain-size", "2", "--numel", "9"),
+            show("--mesh", "4,1", "--hosts", "2", "--numel", "1", "--flat"),
+            show("--mesh", "a=4,b=2", "--hosts", "2", "--from", "R,R", "--numel", "9"),
         ]
         self.assertExpectedInline(
             "".join(found),
@@ -98,7 +89,7 @@ model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; it shows what may h
         )
 
     def test_json_of_one_mesh(self) -> None:
-        found = self.show(
+        found = show(
             *("--mesh", "ddp=8,fsdp=5", "--domain-size", "8", "--reduce-order", "ddp,fsdp"),
             *("--algorithm", "tree", "--numel", "1000", "--output-format", "json"),
         )

@@ -12,18 +12,13 @@ from expecttest import TestCase
 from meshplan.cli._plan import CLUSTERS, NUMELS
 from meshplan.planner import CALIBRATIONS
 from meshplan.topology import Link, Links
-from tests.test_cli_simulate import cells, refused, simulate
+from tests.test_cli_simulate import cells, refused, show, simulate
 
 
 class TestText(TestCase):
-    def show(self, *words: str) -> str:
-        code, out, said = simulate("--cost", *words)
-        assert (code, said) == (0, "")
-        return out
-
     def test_one_mesh_is_costed(self) -> None:
         self.assertExpectedInline(
-            self.show("--mesh", "ddp=8,fsdp=5", "--domain-size", "8"),
+            show("--cost", "--mesh", "ddp=8,fsdp=5", "--domain-size", "8"),
             """\
 mesh (ddp=8, fsdp=5), 5 nodes of 8, domains of 8; 4194304 elements of float32 (16.8 MB)
 way                  steps                time                  to meshplan    network  node  domain
@@ -40,7 +35,8 @@ alpha-beta model; arithmetic, contention between jobs and the creation of groups
 
     def test_orders_and_algorithm_are_costed(self) -> None:
         words = ("--mesh", "ddp=2,fsdp=4,tp=2", "--node-size", "4", "--from", "P,P,R")
-        found = self.show(
+        found = show(
+            "--cost",
             *words,
             "--reduce-order",
             "fsdp,ddp",
@@ -68,7 +64,7 @@ alpha-beta model; arithmetic, contention between jobs and the creation of groups
         )
 
     def test_missing_reduction_is_reported(self) -> None:
-        found = self.show("--mesh", "ddp=1,fsdp=2", "--node-size", "2", "--from", "P,R")
+        found = show("--cost", "--mesh", "ddp=1,fsdp=2", "--node-size", "2", "--from", "P,R")
         self.assertExpectedInline(
             found,
             """\
@@ -82,7 +78,7 @@ alpha-beta model; arithmetic, contention between jobs and the creation of groups
 
     def test_clusters_are_costed(self) -> None:
         self.assertExpectedInline(
-            self.show("--numel", "16777216"),
+            show("--cost", "--numel", "16777216"),
             """\
 predicted times of all-reduces over (ddp, fsdp), fsdp=8 on nodes of 8, and of each as a multiple of meshplan's
 16777216 elements of float32 (67.1 MB):

@@ -63,10 +63,7 @@ WHERE = ("--domain-size", "8")
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for key in ("LOCAL_WORLD_SIZE", "SLURM_JOB_NODELIST", "SLURM_NODELIST", "NCCL_ALGO"):
-        monkeypatch.delenv(key, raising=False)
+def place(no_scheduler: None) -> None:
     for name, text in UNREACHED.items():
         Path(name).write_text(text.replace("meshplan-comment", "the job"))
 

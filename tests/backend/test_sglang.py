@@ -58,7 +58,7 @@ def test_group_of_sglang_reduces_under_the_contract(
             "PYTHONPATH": f"{ROOT}:{tmp_path}",
             "OMP_NUM_THREADS": "1",
             "SGLANG_USE_CPU_ENGINE": "1",  # its reduce-scatter on CPUs
-            **({"MESHPLAN_RUN": f"report={path}"} if observed else {}),
+            "MESHPLAN_RUN": f"report={path}" * observed,
         },
         timeout=None,
     )

@@ -21,13 +21,10 @@ LOOP = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 needs_vllm = pytest.mark.skipif(not PYTHON.exists(), reason="run make test-clients")
 
 
-def run(
-    python: str, *words: str, plugins: str = "", status: int = 0, report: Path | None = None
-) -> str:
-    """Its output; with ``report``, as ``meshplan run`` observes it."""
+def run(python: str, *words: str, plugins: str = "", status: int = 0, observed: str = "") -> str:
     environment = {
         **os.environ,
-        **({"MESHPLAN_RUN": f"every=1 gradients report={report}"} if report else {}),
+        "MESHPLAN_RUN": observed,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "VLLM_PLUGINS": plugins,
@@ -85,7 +82,8 @@ def test_trainer_agrees_with_the_group_of_vllm(plugins: str, tmp_path: Path) -> 
     alone = run(str(PYTHON), *words, plugins=plugins, status=status)
     assert (sum(count_differences(alone)) > 0) == (plugins == "")
     path = tmp_path / "report.json"
-    observed = run(str(PYTHON), *words, plugins=plugins, status=status, report=path)
+    settings = f"every=1 gradients report={path}"
+    observed = run(str(PYTHON), *words, plugins=plugins, status=status, observed=settings)
     assert re.findall(r"^step .*", observed, re.M) == re.findall(r"^step .*", alone, re.M)
     report = json.loads(path.read_bytes())
     assert report["steps"]["taken"] == dict.fromkeys("0123", 3)
@@ -102,7 +100,8 @@ def test_engine_of_vllm_reduces_under_the_contract(tmp_path: Path) -> None:
     result, observed = (
         json.loads(next(line for line in printed.splitlines() if line.startswith('{"tokens"')))
         for printed in (
-            run(str(PYTHON), *words, plugins="meshplan", report=report) for report in (None, path)
+            run(str(PYTHON), *words, plugins="meshplan", observed=settings)
+            for settings in ("", f"report={path}")
         )
     )
     assert observed["tokens"] == result["tokens"]
