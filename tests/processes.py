@@ -224,7 +224,7 @@ def _collect(
         kind, value = receiver.recv()
         if kind == "raised":
             failures.append(f"rank {rank} raised:\n{value}")
-            # The others may wait for it as long as a collective may take.
+            # The others may wait for it in a collective.
             deadline = min(deadline, time.monotonic() + 30)
         results[rank] = value
     stay.close()

@@ -45,9 +45,7 @@ def placement(text: str) -> Placement:
 
 
 def drawn(count: int, world_size: int) -> list[Redistribution]:
-    """The same cases wherever the same modules are loaded, as hypothesis draws their constants too;
-    shrinking is for the pure test.
-    """
+    """The same cases where the same modules are loaded, whose constants hypothesis draws too."""
     cases: list[Redistribution] = []
 
     @settings(

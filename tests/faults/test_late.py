@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshplan
 from meshplan.flatten import _missing
 from tests.faults.jobs import NEVER, attempt, end, right_bits, run_to_end, stop_for
+from tests.processes import arrive, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -71,14 +71,14 @@ def test_long_pause_before_the_first_reduction_names_the_rank() -> None:
         mesh = init_device_mesh("cpu", (3,))
         with meshplan.installed(timeout=4.0):
             if rank == LATE:
-                stop_for(12.0)
+                stop_for(6.0)
+                wait_for("error", 2)
             _, message = attempt(lambda: right_bits(mesh))
-            if rank == LATE:
-                # The other ranks had left; all of them take part in the next try.
-                assert "ranks 0, 1 did not reach the first reduction" in message
-            else:
-                assert "rank 2 did not reach the first reduction" in message
-                time.sleep(14)
+            # Or the others did not, if it waits for them.
+            who = "" if rank == LATE else "rank 2 "
+            assert f"{who}did not reach the first reduction" in message
+            arrive("error")
+            wait_for("error", 3)
         with meshplan.installed(timeout=60.0):
             right_bits(mesh)
         end()
