@@ -138,6 +138,11 @@ def test_fsdp_warns_once_when_it_reduces() -> None:
                 assert warned(lambda: step(model)) == []
         with meshplan.installed(strict=True, policy="fast"):
             step(sharded(mesh))
+            # No operator is looked at, of which each would take tens of microseconds.
+            assert c10d_operators._watch is None
+            with meshplan.installed(strict=True):
+                assert c10d_operators._watch is not None
+            assert c10d_operators._watch is None
         with meshplan.installed(path="native"):
             assert warned(lambda: step(sharded(mesh))) == []
         with meshplan.installed(strict=True):

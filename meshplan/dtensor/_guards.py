@@ -237,18 +237,20 @@ def find_other_length(
     shard, spec = values.get("local_tensor"), values.get("current_spec")
     if shard is None or spec is None or place is None or local_tensor_mode() is not None:
         return None
-    # Shards other than chunks have no order.
+    placements = spec.placements
+    # Shards other than chunks have no order. Each move pays for this loop: it has no generator.
     for dim, axes in shard_order_of(spec) or ():
-        length, shape = (size := spec.shape[dim]), tuple(shard.shape)
-        plain = dim in dims and all(type(spec.placements[axis]) is Shard for axis in axes)
-        if not plain or any(type(each) is not int for each in (size, *shape)):
+        length, own = (size := spec.shape[dim]), tuple(shard.shape[dim : dim + 1])
+        is_int = {*map(type, (size, *own))} == {int}
+        is_chunked = {*map(type, map(placements.__getitem__, axes))} == {Shard}
+        if dim not in dims or not is_int or not is_chunked:
             continue
         for axis in axes:
             length = chunk_size(length, mesh.size(axis), place[axis])
-        if shape[dim : dim + 1] != (length,):
+        if own != (length,):
             return PlacementError(
                 f"DTensor moves {length} elements on dim {dim} of this rank's shard, which has "
-                f"shape {list(shape)}: it splits {size} elements over the mesh as "
+                f"shape {list(shard.shape)}: it splits {size} elements over the mesh as "
                 "torch.chunk does. Pass such shards to DTensor.from_local, or gather others by "
                 "meshplan.deterministic_all_gather(local, sizes=...). Ranks whose shards are right "
                 "wait for this one until their timeout"

@@ -102,7 +102,7 @@ _warned: set[str] = set()
 
 def _report(library: str, what: str) -> None:
     config = current_config()
-    # Policy "fast" requests the backend's order.
+    # As a whole, or in a block of ``policy``.
     if config is None or config.policy == "fast":
         return
     text = f"{what}: meshplan.install() covers redistributions of DTensors only"
@@ -222,18 +222,23 @@ def install(
     with _lock:
         now = active()
         if now is not None:
-            activate((config, now[1]))
+            _activate((config, now[1]))
             return
         check_seam()
         _put_in_place(config)
+
+
+def _activate(now: Active) -> None:
+    activate(now)
+    # Policy "fast" requests the backend's order, and pays for no look at its operators.
+    report_libraries(None if now[0].policy == "fast" else _report)
 
 
 def _put_in_place(config: Config) -> None:
     # The configuration comes before the function that reads it. A thread that calls the function
     # without a configuration runs torch's own.
     set_tag(current_key)
-    activate((config, getattr(redistribute_module, SEAM)))
-    report_libraries(_report)
+    _activate((config, getattr(redistribute_module, SEAM)))
     setattr(redistribute_module, SEAM, planned_transform_infos)
     forget_graphs()
 
@@ -322,7 +327,7 @@ def installed(
                 # The block called ``uninstall``.
                 _put_in_place(block.before[0])
             else:
-                activate((block.before[0], now[1]))
+                _activate((block.before[0], now[1]))
 
 
 @contextmanager

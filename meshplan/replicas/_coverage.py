@@ -86,7 +86,8 @@ def find_call_site() -> CallSite:
             inner = part
             if part == "backward":
                 parts.append(_CPP)
-        if part == "DTensor" and not left:
+        # The seam notes it for an observer.
+        if part == "DTensor" and not left and OBSERVING.observer is not None:
             left = OBSERVING.falls_through is not None and OBSERVING.falls_through(frame)
         if part and part != _OWN and part not in parts:
             parts.append(part)
@@ -444,10 +445,17 @@ def _watch(
     reduction: Callable[[], Any],
 ) -> Any:
     """Run a reduction over a group of another backend, and count it."""
-    extent, tensors = _observing.current_extent(), list(_flatten(given))
-    if extent == "counted" or group.size() == 1 or not tensors:
+    extent, report = _observing.current_extent(), _report
+    if extent == "counted" or group.size() == 1:
         return reduction()
-    dtype, op, report = tensors[0].dtype, _op_name(op), _report
+    # Without anyone who counts, a reduction is reported only if a library makes it.
+    is_watched = bool(_active) or OBSERVING.before is not None
+    if not is_watched and (report is None or not find_call_site().library):
+        return reduction()
+    tensors = list(_flatten(given))
+    if not tensors:
+        return reduction()
+    dtype, op = tensors[0].dtype, _op_name(op)
     any_order = op in _ANY_ORDER or not (dtype.is_floating_point or dtype.is_complex)
     if OBSERVING.before is not None and not any_order:
         OBSERVING.before(group, tensors[0].device)
