@@ -156,7 +156,8 @@ SUITE = Suite(
     count,
     reasons={
         "arithmetic of integer / exchange": "float64: its integers have two words, which are "
-        "made, added and rounded with carries"
+        "made, added and rounded with carries",
+        "exact / torch": "norm of float64 on AMD: as above (1.5 on Intel)",
     },
 )
 

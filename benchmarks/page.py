@@ -25,8 +25,8 @@ All cases are in `build/performance.json` then. `python -m benchmarks NAME` runs
 OTHER_MACHINE = """\
 ## A second machine
 
-AMD EPYC, 2 cores, 2026-11-28: fold, compiled / copy 1.28 to 1.32 (bar: 1.25, cause unknown), and
-replicas, digest / read 0.94 to 1.04 (1.22 to 1.29 on 2026-11-25). A training step: 0.80 to 1.06.
+Intel Xeon, 2 cores, 2026-11-25: fold, compiled / copy 0.965 to 0.977; replicas, digest / read 0.883
+to 0.981; a training step 0.822 to 1.1 of the plain one; exact / torch of norms 0.786 to 1.5.
 """
 # A suite with more cases has a picture, others have their bars only.
 _MOST_ROWS = 6
@@ -58,6 +58,9 @@ def write_page(found: dict[str, Any], folder: Path) -> list[Path]:
         parts += [f"## {name}: {title[0].lower()}{title[1:]}\n"]
         if suite["skipped"]:
             parts += [f"Left out here: {suite['skipped']}.\n"]
+            continue
+        if name == "paths":
+            parts += [*_paths(cases), ""]
             continue
         files += draw(name, title, cases, pictures)
         parts += [f"![{title}](performance/{name}.png)\n"]
@@ -133,3 +136,30 @@ def _bars(found: dict[str, Any]) -> Iterator[str]:
     if reasons:
         yield "\nNot met:\n"
         yield from (f"* {suite}, {name}: {why}" for (suite, name), why in reasons.items())
+
+
+def _paths(cases: list[Case]) -> Iterator[str]:
+    """Times and bytes of float32, a line a job and size: a picture would have 100 bars."""
+    yield "All hosts share the cores of one machine. The limit is what a host's link must carry.\n"
+    yield "| Gb/s | hosts x ranks | KiB | limit: MiB, ms | MiB out: gloo, auto | ms: gloo, auto |"
+    yield "|---|---|---|---|---|---|"
+    both: dict[tuple[int | str, ...], dict[str, Case]] = {}
+    for case in cases:
+        about = case.parameters
+        if case.unit in ("MiB", "ms") and "limit" in case.runs and about["dtype"] == "float32":
+            each = case.ranks // int(about["hosts"])
+            row = int(about["rate"]) // 1000, about["hosts"], each, int(about["bytes"]) >> 10
+            both.setdefault(row, {})[case.unit] = case
+    for (rate, hosts, ranks, size), found in both.items():
+        figures = [
+            [_figure(found[unit].runs[way].median) for way in ("limit", "gloo", "auto")]
+            for unit in ("MiB", "ms")
+        ]
+        (least, *sent), (soonest, *times) = figures
+        limit, parts = f"{least}, {soonest}", f"{', '.join(sent)} | {', '.join(times)}"
+        yield f"| {rate} | {hosts} x {ranks} | {size} | {limit} | {parts} |"
+
+
+def _figure(value: float) -> str:
+    """Three digits, and no power of ten."""
+    return f"{float(f'{value:.3g}'):g}"
