@@ -61,6 +61,13 @@ def test_unknown_names_are_attribute_errors(module: str) -> None:
         _ = found.fdsp
 
 
+def test_folder_of_the_same_name_hides_nothing(tmp_path: Path) -> None:
+    # People run jobs beside their clone of the repository, which has no __init__.py.
+    (tmp_path / "meshplan").mkdir()
+    done = capture([sys.executable, "-m", "meshplan", "--version"], cwd=tmp_path)
+    assert done.stdout == f"meshplan {meshplan.__version__}\n", done.stderr
+
+
 @pytest.mark.full
 def test_type_checkers_know_the_names(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
@@ -70,7 +77,6 @@ def test_type_checkers_know_the_names(tmp_path: Path) -> None:
     config.write_text("[mypy]\nfollow_imports = silent\n[mypy-torch.*]\nfollow_imports = skip\n")
     words = [sys.executable, "-m", "mypy", "--config-file", str(config), "--ignore-missing-imports"]
     words += ["--cache-dir", str(tmp_path), str(script)]
-    # In the folder of the package: type checkers do not see an editable install.
     done = capture(words, timeout=400, cwd=PACKAGE.parent)
     lines = [line.partition(": ")[2] for line in done.stdout.splitlines()]
     assert lines[0] == 'note: Revealed type is "tuple[str, ...]"', done.stdout + done.stderr
