@@ -419,12 +419,13 @@ class TestOutput:
 
 
 def test_directories_are_searched(lint: Any) -> None:
-    for name in ("a/job.toml", "a/b/train.py", ".venv/x.toml", "build/y.toml"):
+    for name in ("a/job.toml", "a/b/train.py", ".venv/x.toml", "build/y.toml", "my/lib/z.toml"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(TRAIN if name.endswith(".py") else TITAN)
     Path("a/tool.py").write_text("print()\n")
     Path("a/notes.txt").write_text("none\n")
     Path("a/large.json").write_text('{"parallel": 8}' + " " * (1 << 18))
+    Path("my/pyvenv.cfg").touch()
 
     def files(*words: str) -> tuple[int, int, list[str]]:
         code, out, err = lint(*words, "--domain-size", "8", "--output-format", "json")

@@ -61,7 +61,9 @@ _LAUNCH = re.compile(
     re.M,
 )
 # Besides directories whose names begin with a dot, such as .git and .venv.
-_NEVER = ("__pycache__", "build", "dist", "node_modules", "venv", "*.egg-info")
+_NEVER = ("__pycache__", "build", "dist", "node_modules", "site-packages", "*.egg-info")
+# What virtual environments and those of conda have.
+_ENVIRONMENT = ("pyvenv.cfg", "conda-meta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +229,7 @@ def find_files(
             for name in folders
             if not name.startswith(".")
             and not any(fnmatchcase(name, one) for one in _NEVER)
+            and not any(os.path.exists(os.path.join(here, name, one)) for one in _ENVIRONMENT)
             and not any(one.match(os.path.join(here, name)) for one in excluded)
         )
         for name in sorted(names):
