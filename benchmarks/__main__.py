@@ -3,7 +3,7 @@
 python -m benchmarks                                    all
 python -m benchmarks dispatch fold                      some
 python -m benchmarks --json FILE --page docs            the JSON of ``schema.json``; the page
-                                                        performance.md with its pictures
+                                                        performance.md
 python -m benchmarks --from FILE --page docs            the page again, of what was measured
 python -m benchmarks --smoke                            a few small cases, to see that it works
 """
@@ -189,7 +189,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.json is not None:
         options.json.write_text(format_json(found))
     if options.page is not None:
-        print("\n".join(f"wrote {path}" for path in write_page(found, options.page)))
+        print(f"wrote {write_page(found, options.page)}")
     return int(any(str(suite["skipped"]).startswith(FAILED) for suite in found["benchmarks"]))
 
 

@@ -1,4 +1,4 @@
-"""The page of what was measured: ``performance.md``, with pictures of the suites of many cases."""
+"""The page of what was measured: ``performance.md``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.picture import draw
 from benchmarks.record import Bar, Case
 
 HEAD = """\
 # Performance
 
-For developers: every bar, and pictures of the suites with many cases. Users find the figures of a
+For developers: every bar, and all-reduces between hosts. Users find the figures of a
 job in [What will it cost me](cost.md).
 
 `make bench` writes this page in about 20 minutes on two idle cores; do not edit it. The compared
@@ -28,45 +27,34 @@ OTHER_MACHINE = """\
 Intel Xeon, 2 cores, 2026-11-25: fold, compiled / copy 0.965 to 0.977; replicas, digest / read 0.883
 to 0.981; a training step 0.822 to 1.1 of the plain one; exact / torch of norms 0.786 to 1.5.
 """
-# A suite with more cases has a picture, others have their bars only.
-_MOST_ROWS = 6
 
 
-def write_page(found: dict[str, Any], folder: Path) -> list[Path]:
-    """Write page and pictures.
+def write_page(found: dict[str, Any], folder: Path) -> Path:
+    """Write the page ``performance.md``.
 
     Args:
         found: as ``schema.json`` has it.
-        folder: where ``performance.md`` and the folder ``performance`` are.
+        folder: of the page.
 
     Returns:
-        The files.
+        The file.
 
     Raises:
         ValueError: a bar is not met, and its suite has no reason for it.
     """
-    pictures = folder / "performance"
-    pictures.mkdir(parents=True, exist_ok=True)
-    files: list[Path] = []
+    folder.mkdir(parents=True, exist_ok=True)
     parts = [HEAD, _machine(found), "\n## Bars\n", *_bars(found), "", OTHER_MACHINE]
     for suite in found["benchmarks"]:
-        name, title = suite["name"], suite["title"].rstrip(".")
-        cases = [Case.from_json(case) for case in suite["cases"]]
-        shown = [case for case in cases if case.bars] or cases
-        if not suite["skipped"] and len(shown) <= _MOST_ROWS:
-            continue
-        parts += [f"## {name}: {title[0].lower()}{title[1:]}\n"]
-        if suite["skipped"]:
-            parts += [f"Left out here: {suite['skipped']}.\n"]
-            continue
-        if name == "paths":
-            parts += [*_paths(cases), ""]
-            continue
-        files += draw(name, title, cases, pictures)
-        parts += [f"![{title}](performance/{name}.png)\n"]
+        if suite["skipped"] or suite["name"] == "paths":
+            title = suite["title"].rstrip(".")
+            parts += [f"## {suite['name']}: {title[0].lower()}{title[1:]}\n"]
+            cases = [Case.from_json(case) for case in suite["cases"]]
+            skipped = f"Left out here: {suite['skipped']}."
+            parts += [skipped] if suite["skipped"] else _paths(cases)
+            parts += [""]
     page = folder / "performance.md"
     page.write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
-    return [page, *files]
+    return page
 
 
 def _machine(found: dict[str, Any]) -> str:
@@ -139,27 +127,26 @@ def _bars(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _paths(cases: list[Case]) -> Iterator[str]:
-    """Times and bytes of float32, a line a job and size: a picture would have 100 bars."""
+    """Of float32: times, bytes and CPU time beside what a host's link must carry."""
     yield "All hosts share the cores of one machine. The limit is what a host's link must carry.\n"
-    yield "| Gb/s | hosts x ranks | KiB | limit: MiB, ms | MiB out: gloo, auto | ms: gloo, auto |"
-    yield "|---|---|---|---|---|---|"
-    both: dict[tuple[int | str, ...], dict[str, Case]] = {}
+    yield (
+        "| Gb/s | hosts x ranks | KiB | limit: MiB, ms | MiB out: gloo, auto | ms: gloo, auto "
+        "| auto / limit | CPU ms: gloo, auto |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
+    rows: dict[tuple[object, ...], list[Case]] = {}
     for case in cases:
-        about = case.parameters
-        if case.unit in ("MiB", "ms") and "limit" in case.runs and about["dtype"] == "float32":
-            each = case.ranks // int(about["hosts"])
-            row = int(about["rate"]) // 1000, about["hosts"], each, int(about["bytes"]) >> 10
-            both.setdefault(row, {})[case.unit] = case
-    for (rate, hosts, ranks, size), found in both.items():
-        figures = [
-            [_figure(found[unit].runs[way].median) for way in ("limit", "gloo", "auto")]
-            for unit in ("MiB", "ms")
-        ]
-        (least, *sent), (soonest, *times) = figures
-        limit, parts = f"{least}, {soonest}", f"{', '.join(sent)} | {', '.join(times)}"
-        yield f"| {rate} | {hosts} x {ranks} | {size} | {limit} | {parts} |"
-
-
-def _figure(value: float) -> str:
-    """Three digits, and no power of ten."""
-    return f"{float(f'{value:.3g}'):g}"
+        if case.parameters.get("dtype") == "float32":
+            key = tuple(case.parameters[name] for name in ("rate", "hosts", "world_size", "bytes"))
+            rows.setdefault(key, []).append(case)
+    for (rate, hosts, ranks, size), (times, sent, cpu) in rows.items():
+        limit, out, taken, used = (
+            ", ".join(f"{float(f'{one.runs[way].median:.3g}'):g}" for one, way in pairs)
+            for pairs in (
+                ((sent, "limit"), (times, "limit")),
+                *(((one, "gloo"), (one, "auto")) for one in (sent, times, cpu)),
+            )
+        )
+        where = f"{rate // 1000} | {hosts} x {ranks // hosts} | {size >> 10}"
+        share = f"{times.ratio('auto', 'limit'):.3g}"
+        yield f"| {where} | {limit} | {out} | {taken} | {share} | {used} |"

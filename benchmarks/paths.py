@@ -49,7 +49,7 @@ SIZES = (
     *((1 << bits, calls, DTYPES) for bits, calls in ((16, 20), (20, 8), (22, 6))),
     (1 << 26, 2, DTYPES[:1]),
 )
-SMOKE_SIZES = ((1 << 10, 2, DTYPES[1:]),)
+SMOKE_SIZES = ((1 << 10, 2, DTYPES[:1]),)
 
 
 def sent_bytes() -> int:

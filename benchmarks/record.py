@@ -77,7 +77,7 @@ class Case:
         runs: by name, the peers among them.
         peers: what is not meshplan's; every other run has a ratio to each of them.
         ranks: how many processes took part.
-        parameters: numbers and names that tell this case from its neighbours in a picture.
+        parameters: numbers and names that tell this case from its neighbours.
         bars: goals.
     """
 

@@ -19,7 +19,7 @@ from meshplan.topology import Topology
 NODE = 8
 H100 = CALIBRATIONS["h100"]
 GPUS = (8, 16, 64, 256, 512, 1024, 4096)
-# Messages in bytes, and their colours: those of benchmarks/picture.py, in its order.
+# Messages in bytes, and their colours.
 MESSAGES = {
     "64 KiB": (1 << 16, "#0072B2"),
     "16 MiB": (1 << 24, "#E69F00"),
