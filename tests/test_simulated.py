@@ -68,7 +68,7 @@ def test_all_ranks_of_the_8_by_5_mesh_agree(
         ]
         total = float(sum(members)) / (8 if src[0] == Partial("avg") else 1)
         assert set(local.flatten().tolist()) <= {total}
-        # Ten rows over five or over eight ranks are two each, while there are any.
+        # Of ten rows, each of five or eight ranks holds two until none are left.
         sharded = [i for i, p in enumerate(dst) if p == S]
         assert local.shape[0] == (10 if not sharded else 2 if where[sharded[0]] < 5 else 0)
 

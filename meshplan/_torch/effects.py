@@ -250,7 +250,7 @@ _KINDS = (
     (Shard(0), Shard(1), "all_to_all"),
     (Replicate(), Shard(0), None),
 )
-# What is used of a setting of torch's compiler.
+# The attributes of a setting of torch's compiler that are read.
 _SETTING = ("env_value_force", "user_override", "env_value_default", "default")
 
 

@@ -230,8 +230,8 @@ class HostCommunicator(Communicator[PeerCall]):
         self._nanoseconds = nanoseconds(timeout)
         processes = [_open_process(memory.read_note(place)) for place in range(world)]
         self._processes = (ctypes.c_int * world)(*processes)
-        # Also where the caller never closes it; but not when the interpreter ends: a thread may
-        # still be in there, and the system releases all of it.
+        # For callers that never close it. Not when the interpreter ends: a thread may still run in
+        # this memory, and the system releases it.
         self._release = weakref.finalize(self, _release, memory, processes)
         self._release.atexit = False
         self._reduce = library().mp_peer_reduce

@@ -14,7 +14,8 @@ from meshplan_autoload import select_vllm_platform
 from tests.programs import capture
 
 ROOT = Path(__file__).parents[2]
-# vLLM and the trainers need different versions of Transformers: `make test-clients` makes it.
+# vLLM and the trainers need different versions of Transformers: `make test-clients`
+# creates this environment.
 PYTHON = Path(sys.prefix) / "vllm" / "bin" / "python"
 LOOP = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
