@@ -14,7 +14,7 @@ CLIENTS := $(addprefix tests/,backend/test_trainers.py backend/test_torchft.py b
 # Where bytecode is not kept, each process that a test starts would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 # One thread per process: the workers and the processes that they start share the cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=30 --durations-min=10
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 # It starts `mkdocs` of PATH, whose hooks import tools and meshplan.
 MIKE := PYTHONPATH='$(CURDIR)' PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 mike
