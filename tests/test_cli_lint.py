@@ -17,6 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshplan.cli import main
+from meshplan.cli._options import find_cluster
+from meshplan.topology import Cluster, Inputs
 from tests import cli
 from tests.test_read_cluster import matrix
 
@@ -38,6 +40,28 @@ from torch.distributed.device_mesh import init_device_mesh
 DP = 8
 mesh = init_device_mesh("cuda", (DP, 5, 1), mesh_dim_names=("ddp", "fsdp", "tp"))
 """
+# Files that leave no axis open, of 16 ranks. Engines and meshes may have a part of a job's ranks.
+DOORS = {
+    "titan.toml": "[parallelism]\ndata_parallel_replicate_degree = 2\n"
+    "data_parallel_shard_degree = 4\ntensor_parallel_degree = 2\n",
+    "titan.py": "ParallelismConfig(data_parallel_shard_degree=8, tensor_parallel_degree=2)\n",
+    "changed.py": "p = ParallelismConfig()\np.data_parallel_replicate_degree = 2\n"
+    "p.data_parallel_shard_degree = 8\n",
+    "titan.sh": "run_train.sh --parallelism.data_parallel_shard_degree 8 "
+    "--parallelism.tensor_parallel_degree 2\n",
+    "strings.py": "import os\nos.system('train --dp_shard_size 8 --tp_size 2')\n",
+    "axolotl.yaml": "base_model: a\ndp_replicate_size: 1\ndp_shard_size: 8\ntensor_parallel_size: 2\n",
+    "accelerate.yaml": "parallelism_config: {dp_shard_size: 8, tp_size: 2}\n",
+    "nanotron.yaml": "parallelism: {dp: 8, pp: 1, tp: 2, pp_engine: 1f1b}\n",
+    "torchtune.yaml": "data_parallel_shard_dim: 8\ntensor_parallel_dim: 2\n",
+    "automodel.yaml": "recipe: x\ndistributed: {strategy: fsdp2, dp_size: 8, tp_size: 2}\n",
+    "veomni.yaml": "train: {accelerator: {dp_replicate_size: 2, dp_shard_size: 8}}\n",
+    "lightning.py": "ModelParallelStrategy(data_parallel_size=8, tensor_parallel_size=2)\n",
+    "plain.sh": "torchrun x.py --dp 8 --tp 2\n",
+    "mesh.py": TRAIN.replace("DP, 5, 1", "DP, 2, 1"),
+    "engine.py": "LLM('m', tensor_parallel_size=8, pipeline_parallel_size=2)\n",
+    "meshplan.toml": 'mesh = "ddp=8,fsdp=2"\n',
+}
 
 
 @pytest.fixture(autouse=True)
@@ -231,6 +255,78 @@ class TestInputs:
         code, out, _ = lint("job.sh")
         assert code == 0
         assert "but the options have --hosts 8;" in out
+
+    def test_hosts_of_a_file_beat_a_list_of_hosts(self, lint: Any) -> None:
+        Path("rl.toml").write_text(
+            "[trainer.model]\ndp_replicate = 8\n[deployment]\nnum_train_nodes = 5\n"
+        )
+        for hosts in ("8,8,8,8", "8,8,4,4"):
+            code, out, _ = lint("rl.toml", "--hosts", hosts)
+            assert code == 1
+            assert f"the file has 5 hosts, but the options have --hosts {hosts}; the" in out
+            assert "(dp_replicate=8, dp_shard=5) on 5 nodes of 8" in out
+
+    def test_ranks_of_each_host_of_a_file_place_a_mesh_of_other_ranks(self, lint: Any) -> None:
+        Path("job.sh").write_text("torchrun --nproc-per-node 8 x.py --dp 8 --fsdp 5\n")
+        code, out, _ = lint("job.sh", "--hosts", "4")
+        assert code == 1
+        assert "8 ranks on each host and sizes of 40 ranks, but the options have --hosts 4;" in out
+        assert "(ddp=8, fsdp=5) on 5 nodes of 8" in out.replace("(dp=8", "(ddp=8")
+
+    @pytest.mark.parametrize("name", DOORS)
+    def test_sizes_of_a_file_beat_the_options(self, lint: Any, name: str) -> None:
+        Path(name).write_text(DOORS[name])
+        is_part = name in ("mesh.py", "engine.py", "meshplan.toml")
+        for words, ranks in (
+            (("--world-size", "16"), 16),
+            (("--world-size", "32"), 32),
+            (("--hosts", "4"), 32),
+            (("--hosts", "8,8,8,8"), 32),
+            (("--world-size", "8"), 8),
+        ):
+            if is_part and "," in words[1]:
+                continue  # the list places all ranks, and refuses some of them
+            words += () if "," in words[1] else ("--node-size", "8")
+            code, out, err = lint(name, *words, "--output-format", "json")
+            report = json.loads(out)
+            assert (code, err, len(report["judged"])) == (0, "", 1)
+            assert report["judged"][0].endswith(" on 2 nodes of 8")
+            texts = [one["message"] for one in findings(out).get("MP192", [])]
+            differs = ranks != 16 if not is_part else ranks < 16
+            assert texts == differs * [
+                f"the file has sizes of 16 ranks, but the options have {ranks} ranks; the numbers "
+                "of the file are used"
+            ]
+
+    def test_sizes_of_arguments_and_meshes_are_compared_with_the_options(self, lint: Any) -> None:
+        words = ("--node-size", "8", "--world-size")
+        for ranks, differs in (("8", True), ("16", False), ("32", True)):
+            _, out, _ = lint(*words, ranks, "--", "--dp", "8", "--tp", "2")
+            assert ("the arguments have sizes of 16 ranks, but the options" in out) == differs
+        for ranks, differs in (("8", True), ("16", False), ("32", False)):
+            _, out, _ = lint("--mesh", "dp=8,tp=2", *words, ranks)
+            assert ("the mesh has sizes of 16 ranks, but the options" in out) == differs
+        # A mesh of the user's own has to fit the hosts.
+        code, _, err = lint("--mesh", "dp=8,tp=2", "--hosts", "1", "--node-size", "8")
+        assert (code, "have 8 ranks, and the mesh has 16" in err) == (2, True)
+
+    def test_live_ranks_are_the_ranks_of_the_job(
+        self, lint: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def find(environ: Any, timeout: float) -> Cluster:
+            found = find_cluster(Inputs(node_size=8), int(environ["WORLD_SIZE"]))
+            assert found is not None
+            return found
+
+        monkeypatch.setattr("meshplan.cli._ranks.find_live_cluster", find)
+        monkeypatch.setenv("WORLD_SIZE", "32")
+        monkeypatch.setenv("RANK", "0")
+        Path("job.toml").write_text(DOORS["titan.toml"])
+        Path("rest.toml").write_text(DOORS["titan.toml"].replace("= 4", "= -1"))
+        _, out, _ = lint("job.toml", "rest.toml", "--live", "--output-format", "concise")
+        _, text, _ = lint("rest.toml", "--live")
+        assert "job.toml: warning MP192 the file has sizes of 16 ranks, but the options" in out
+        assert "(dp_replicate=2, dp_shard=8, tp=2) on 4 nodes of 8" in text
 
     def test_options_of_launchers_place_ranks(self, lint: Any) -> None:
         reports = {
@@ -475,21 +571,22 @@ def test_one_broken_file_of_a_directory_does_not_hide_the_others(lint: Any) -> N
     Path("a/broken.py").write_text("init_device_mesh('cuda', (8,\n")
     Path("a/comment.toml").write_text(TITAN + "# meshplan: ignore[MP101]\n")
     Path("a/job.toml").write_text(TITAN)
-    Path("a/small.toml").write_text(TITAN.replace("= 8", "= 9"))
+    small = "num_machines: 2\nparallelism_config: {dp_replicate_size: 8, dp_shard_size: 5}\n"
+    Path("a/small.yaml").write_text(small)
     words = ("a", "--hosts", "5", "--node-size", "8", "--output-format", "concise")
     code, out, err = lint(*words, "--strict")
     assert "a/job.toml:4: error MP101" in out
     assert "a/broken.py:1: warning MP191 not judged: cannot be parsed as Python" in out
     assert "a/comment.toml:8: warning MP191 not judged: an ignore comment needs a reason" in out
-    # The hosts do not suit this mesh, whoever named the file.
-    assert "a/small.toml:4: warning MP191 not judged: 5 hosts of 8 GPUs have 40 ranks" in out
+    # The file's hosts do not suit its mesh, whoever named the file.
+    assert "a/small.yaml:2: warning MP191 not judged: 2 hosts of 8 GPUs have 16 ranks" in out
     assert (code, err.count("\n")) == (2, 1)
     assert lint("a", "--strict")[0] == 2
     code, out, err = lint(*words)
     assert (code, err) == (1, "")
     assert "a/job.toml:4: error MP101" in out
     assert out.endswith("checked 4 files, 1 mesh; 3 files not judged (--strict lists them)\n")
-    Path("a/small.toml").unlink()
+    Path("a/small.yaml").unlink()
     assert lint(*words, "--strict")[0] == lint(*words)[0] == 1
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from meshplan.cli._options import (
     PLACEMENT_OPTIONS,
+    count_hosts,
     read_hosts,
     read_inputs,
     read_number,
@@ -399,15 +400,17 @@ def _read_standard_input(given: argparse.Namespace, reader: FileReader) -> str:
 def read_ranks(given: argparse.Namespace) -> RankOptions:
     """For files that do not specify ranks: those of ``--world-size``, or of the hosts."""
     inputs = read_inputs(given)
-    hosts = inputs.hosts[0] if len(inputs.hosts) == 1 else None
-    per_host = inputs.node_size or inputs.domain_size
+    hosts, node_size = count_hosts(inputs)
+    per_host = node_size or inputs.domain_size
     size = None
     if given.world_size is not None:
         size = read_number(given.world_size, "--world-size", error=TopologyError)
-    elif hosts is not None:
-        size = per_host and hosts * per_host
-    elif inputs.hosts and len(inputs.files) < 2:
+    elif hosts == len(inputs.hosts) > 1:
         size = sum(inputs.hosts)
+    elif hosts:
+        size = per_host and hosts * per_host
+    elif given.live and os.environ.get("WORLD_SIZE", "").isdecimal():
+        size = int(os.environ["WORLD_SIZE"])
     # Without a number of hosts, a domain of NVLink may have several.
     per_node = per_host if hosts else inputs.node_size
     return RankOptions(size, hosts, per_node, tuple(given.arguments))

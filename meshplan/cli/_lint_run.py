@@ -24,6 +24,7 @@ from meshplan.cli._lint_input import (
 )
 from meshplan.cli._options import (
     check_timeout,
+    count_hosts,
     find_cluster,
     list_placement_options,
     read_inputs,
@@ -333,8 +334,9 @@ def _place_jobs(
     roles: Mapping[str, Role],
     live: Cluster | None,
 ) -> None:
-    if one.file.jobs and live is None:
-        placement, one.contradiction = _prefer_file(one.file, placement, request.reader.ranks)
+    if one.file.jobs:
+        own, one.contradiction = _prefer_file(one, placement, request.reader.ranks)
+        placement = own if live is None else None
     has_nodes = live or placement or one.file.hosts or one.file.ranks_per_host
     is_guess = one.kind == "file" and not has_nodes
     if live is None and one.file.skipped:
@@ -413,37 +415,65 @@ def _judge_every_size(
 
 
 def _prefer_file(
-    file: JobFile, placement: Inputs | None, options: RankOptions
+    one: NamedInput, placement: Inputs | None, options: RankOptions
 ) -> tuple[Inputs | None, str]:
-    """The placement with the numbers that the file itself has, and what contradicts them."""
+    """The placement with the numbers that the input itself has, and what contradicts them. These
+    are the numbers of its launch, and the ranks of sizes that leave no axis open.
+    """
+    file, stated = one.file, one.file.stated
     placement = placement or Inputs()
-    hosts = placement.hosts[0] if len(placement.hosts) == 1 else None
+    hosts, node_size = count_hosts(placement)
+    per_host = file.ranks_per_host if "ranks_per_host" in stated else node_size
+    listed = f"--hosts {','.join(map(str, placement.hosts))}"
+    sized = f"--node-size {node_size}" if placement.node_size else listed
+    counts = (
+        (listed, "hosts", hosts),
+        (sized, "ranks_per_host", node_size),
+    )
     others = [
-        f"{option} {value}"
-        for option, key, value in (
-            ("--hosts", "hosts", hosts),
-            ("--node-size", "ranks_per_host", placement.node_size),
+        *dict.fromkeys(
+            option
+            for option, key, value in counts
+            if key in stated and value not in (None, getattr(file, key))
         )
-        if key in file.stated and value not in (None, getattr(file, key))
     ]
-    size = options.world_size
-    if hosts and placement.node_size:
-        size = hosts * placement.node_size
-    if "world_size" in file.stated and not others and size not in (None, file.world_size):
+    size = options.world_size or (hosts * node_size if hosts and node_size else None)
+    ranks = options.count_ranks(file) or (None if options.world_size else size)
+    if "world_size" in stated:
+        ranks = file.world_size
+    if not others and size not in (None, ranks):
         others.append(f"{size} ranks")
+    sizes: set[int] = set()
+    # Hosts for a mesh of the user's own are compared with it where its ranks are placed.
+    is_own = one.kind == "mesh" or file.settings is not None
+    if ranks and "world_size" not in stated and not (is_own and placement.hosts):
+        # An engine, or a mesh that Python makes, may have some ranks of its job.
+        sizes = {
+            count
+            for job in file.jobs
+            if (count := job.layout.highest_rank + 1) > ranks
+            or (count < ranks and job.has_all_ranks)
+        }
+    if sizes and not others:
+        others.append(f"{ranks} ranks" if node_size or not hosts else listed)
     if not others:
+        if per_host and len(placement.hosts) == 1:
+            placement = replace(placement, node_size=per_host)
         return placement if placement != Inputs() else None, ""
     words = {
         "hosts": "hosts",
         "ranks_per_host": "ranks on each host",
         "world_size": "ranks",
     }
-    stated = [f"{getattr(file, key)} {word}" for key, word in words.items() if key in file.stated]
-    known = () if "hosts" not in file.stated or file.hosts is None else (file.hosts,)
-    per_host = file.ranks_per_host if "ranks_per_host" in file.stated else placement.node_size
+    own = [f"{getattr(file, key)} {word}" for key, word in words.items() if key in stated]
+    own += [f"sizes of {join_names([str(n) for n in sorted(sizes)])} ranks"] if sizes else []
+    known = () if per_host else placement.hosts
+    if "hosts" in stated and file.hosts is not None:
+        known = (file.hosts,)
+    has = "have" if one.kind == "arguments" else "has"
     return replace(placement, hosts=known, node_size=per_host), (
-        f"the file has {join_names(stated)}, but the options have {join_names(others)}; the "
-        "numbers of the file are used"
+        f"the {one.kind} {has} {join_names(own)}, but the options have {join_names(others)}; the "
+        f"numbers of the {one.kind} are used"
     )
 
 

@@ -141,6 +141,14 @@ def read_hosts(text: str) -> tuple[int, ...]:
     return tuple(read_number(n, "--hosts", error=TopologyError) for n in text.split(","))
 
 
+def count_hosts(inputs: Inputs) -> tuple[int | None, int | None]:
+    """The number of hosts, and the ranks of each; ``None`` if unknown, or not the same for all."""
+    listed = inputs.hosts
+    if len(listed) < 2 or len(inputs.files) > 1:
+        return sum(listed) or None, inputs.node_size
+    return len(listed), inputs.node_size or (listed[0] if len({*listed}) == 1 else None)
+
+
 def find_cluster(
     inputs: Inputs, world_size: int, read: Callable[[str], Reading] | None = None
 ) -> Cluster | None:

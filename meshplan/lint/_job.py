@@ -38,6 +38,7 @@ class Job:
         default=None, compare=False, repr=False
     )
     program: Program = "unknown"
+    has_all_ranks: bool = False  # whether the job has these ranks and no others
     # The roles as given, without those of names
     given: tuple[Role, ...] = field(default=(), init=False, compare=False, repr=False)
     # The verdict for every number of nodes, if the job has no number of its own

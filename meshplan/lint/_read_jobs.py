@@ -39,8 +39,10 @@ class RankOptions(NamedTuple):
             return self.world_size  # the reader does not use it
         hosts = file.hosts if "hosts" in file.stated else self.hosts
         per_host = file.ranks_per_host if "ranks_per_host" in file.stated else self.node_size
-        mixed = file.stated & {"hosts", "ranks_per_host"} and hosts and per_host
-        return hosts * per_host if mixed and hosts and per_host else self.world_size
+        if file.stated & {"hosts", "ranks_per_host"} and hosts and per_host:
+            return hosts * per_host
+        # The options count the ranks of other hosts.
+        return self.world_size if self.hosts in (None, hosts) else None
 
 
 _NO_OPTIONS = RankOptions()

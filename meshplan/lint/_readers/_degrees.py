@@ -345,11 +345,17 @@ _MAX_MESHES = 64
 _EMPTY = ("", "none", "null", "~")
 
 
-def read_document(document: Document, world_size: int | None) -> JobFile:
-    """The jobs of a document; empty if no framework reads it. Raises LayoutError, with the line,
-    for sizes that the framework would refuse.
+def read_document(
+    document: Document,
+    world_size: int | None,
+    framework: Framework | None = None,
+    call: Source | None = None,
+) -> JobFile:
+    """The jobs of a document, or of a ``call`` in Python, which makes meshes of its keys only;
+    empty if no framework reads it. Raises LayoutError, with the line, for sizes that the framework
+    would refuse.
     """
-    framework = find_framework(document)
+    framework = framework or find_framework(document)
     if framework is None:
         return JobFile()
     launch = count_ranks(document, framework)
@@ -363,23 +369,23 @@ def read_document(document: Document, world_size: int | None) -> JobFile:
     if len(meshes) > _MAX_MESHES:
         why = f"more than {_MAX_MESHES} meshes in one file; give them one by one"
         return JobFile(skipped=(Skipped(Source(document.name), why),))
+    # Options may replace the number of a default; the ranks of a host are those of the document.
+    started = None if world_size else total
+    per_host = launch.ranks_per_host if "ranks_per_host" in launch.stated else None
     for found in meshes:
-        line = find_line(found)
-        source = Source(document.name, line)
+        if call and not found.settings:
+            continue
+        source = call or Source(document.name, find_line(found))
         try:
             # verl's critic has the mesh of its actor, for example.
             known = {(job.layout, job.roles) for job in jobs}
             made = [*_make_jobs(found, source, world_size or total, hosts)]
             is_read |= bool(made)
-            # An engine starts its own workers, on as many GPUs of an allocation as it needs.
-            is_engine = found.mesh.roles.get("dp") == "apart" and not found.mesh.rest
-            counts = made and world_size is None and not is_engine
-            ranks = made[0].layout.world_size if counts else 0
-            per_host = document.launch.get("ranks_per_host", 1)
-            if ranks and (ranks % per_host if total is None else ranks != total):
-                started = total or f"{per_host} on each host"
+            ranks = made[0].layout.world_size if made and made[0].has_all_ranks else 0
+            if ranks and (ranks != started if started else ranks % (per_host or 1)):
                 raise UnknownMesh(
-                    f"its sizes have {ranks} ranks, and it starts {started}; {INSTEAD}"
+                    f"its sizes have {ranks} ranks, and it starts "
+                    f"{started or f'{per_host} on each host'}; {INSTEAD}"
                 )
             # One rank has no mesh, but arguments of one rank are what the user asks about.
             least = 1 if document.name == "arguments" else 2
@@ -390,7 +396,7 @@ def read_document(document: Document, world_size: int | None) -> JobFile:
             ]
         except UnknownMesh as unknown:
             why = " ".join(str(unknown).split())  # a value may have several lines
-            skipped.append(Skipped(Source(document.name, unknown.line or line), why))
+            skipped.append(Skipped(Source(document.name, unknown.line or source.line), why))
         except MeshplanError as error:
             if total is None or world_size is not None:
                 raise add_source(source, error) from None
@@ -399,25 +405,6 @@ def read_document(document: Document, world_size: int | None) -> JobFile:
             why = f"{error.args[0]}, or {remedy}"
             skipped.append(Skipped(source, why))
     return JobFile(tuple(jobs), tuple(skipped), None, *launch, is_read=is_read)
-
-
-def make_document_jobs(
-    document: Document,
-    framework: Framework,
-    source: Source,
-    world_size: int | None,
-) -> tuple[Job, ...]:
-    """The jobs of a call in Python with one mesh. Raises UnknownMesh, LayoutError."""
-    launch = count_ranks(document, framework)
-    if world_size is None or "world_size" in launch.stated:
-        world_size = launch.world_size
-    return tuple(
-        job
-        for found in find_meshes(document, framework)
-        if found.settings
-        for job in _make_jobs(found, source, world_size, launch.hosts)
-        if job.layout.world_size > 1
-    )
 
 
 def _make_jobs(
@@ -453,8 +440,6 @@ def _make_jobs(
     check_unread(found, order, given, total)
     sizes = _fill_sizes(found, order, given, total, hosts)
     ranks = math.prod(sizes.values())
-    if "dp" not in order and "dp" in given and total not in (None, ranks):
-        raise UnknownMesh(f"its sizes have {ranks} ranks, and the job has {total}; {INSTEAD}")
     known = {*given, mesh.rest} - {""}
     sharded, sequence_parallel, program = _read_use(found)
 
@@ -472,6 +457,7 @@ def _make_jobs(
             roles=tuple(_find_role(mesh, axis, sharded) for axis in shown),
             framework=mesh.reduction if sharded else "ddp",
             program=program,
+            has_all_ranks=not mesh.is_part,
             flattened=(flat,) if len(flat) > 1 else (),
             sequence_parallel=sequence_parallel and sizes.get("tp", 1) > 1,
             rewrite=partial(

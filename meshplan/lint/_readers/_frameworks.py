@@ -61,6 +61,7 @@ class Mesh:
     flattened: tuple[str, ...] = ("dp", "dp_shard", "cp")
     sequence_parallel: bool = False  # the default of the key ``sequence_parallel``
     zero_is_one: bool = False  # whether a size of 0 means that there is no such axis
+    is_part: bool = False  # whether the job may have ranks besides those of its sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -562,6 +563,8 @@ _SECTION = (
     r"(?:engine_args|engine_kwargs|extra_kwargs|server_args|vllm|parallel|vllm_config))?"
 )
 _SERVING_MESH = Mesh(
+    # An engine starts its own workers, on as many GPUs of an allocation as it needs.
+    is_part=True,
     keys={
         "data_parallel_size": "dp",
         "pipeline_parallel_size": "pp",
@@ -737,6 +740,7 @@ _AREAL = Framework(
         replace(
             _SEQUENCE_MESH,
             keys={"d": "dp", "c": "sp", "t": "tp"},
+            is_part=True,
             section=r"(?P<part>.*)\.(?:fsdp|archon)_engine",
             needs=frozenset({"dp"}),
             refused={
@@ -748,6 +752,7 @@ _AREAL = Framework(
         replace(
             _MEGATRON_MESH,
             keys={"d": "dp", "p": "pp", "t": "tp", "c": "cp", "e": "ep", "et": "etp"},
+            is_part=True,
             section=r"(?P<part>.*)\.megatron_engine",
             needs=frozenset({"dp", "pp"}),
             expert_tp=False,

@@ -26,8 +26,8 @@ from meshplan.lint._readers._degrees import (
     Document,
     Nested,
     Setting,
-    make_document_jobs,
     match,
+    read_document,
 )
 from meshplan.lint._readers._frameworks import FRAMEWORKS
 from meshplan.lint._readers._numbers import RUN, Edit, UnknownMesh, Whole
@@ -82,7 +82,7 @@ def read_degrees(
     given: Arguments,
     where: Source,
     world_size: int | None,
-) -> tuple[Job, ...]:
+) -> JobFile:
     """The jobs of a call with degrees, or none. Raises UnknownMesh, LayoutError."""
     called = _find_class(source, call)
     names = given.named.keys()
@@ -95,7 +95,7 @@ def read_degrees(
         None,
     )
     if framework is None and called not in _STRICT:
-        return ()
+        return JobFile()
     meshes = () if framework is None else framework.meshes
     others = names - {"world_size", *(key for mesh in meshes for key in mesh.keys)}
     is_open = any(key.endswith(("_size", "_degree")) for key in others)
@@ -106,7 +106,7 @@ def read_degrees(
     if passed or not given.is_complete or (called in _STRICT and is_open):
         raise UnknownMesh(f"the arguments {source.shorten(call)} are not read; {RUN}")
     if framework is None:
-        return ()
+        return JobFile()
     settings = _read_arguments(source, call, given)
     end = max(source.find_span(one.value)[1] for one in call.keywords)
 
@@ -117,7 +117,7 @@ def read_degrees(
         if _find_class(source, other) in TRAINERS:
             settings += _read_arguments(source, other, values)
     document = Document(where.file, source.text, "python", settings, insert)
-    return make_document_jobs(document, framework, where, world_size)
+    return read_document(document, world_size, framework, where)
 
 
 def _find_class(source: Reader, call: ast.Call) -> str:
@@ -146,7 +146,7 @@ def read_changed(
     lines: Mapping[str, int],
     name: str,
     world_size: int | None,
-) -> tuple[Job, ...]:
+) -> JobFile:
     """The jobs of a configuration whose attributes the file sets; ``lines`` has those of each.
     Raises UnknownMesh if it is made elsewhere, and LayoutError.
     """
@@ -155,7 +155,7 @@ def read_changed(
         None,
     )
     if framework is None:
-        return ()
+        return JobFile()
     # A recipe of Megatron Bridge sets all sizes that are not 1.
     is_whole = {
         "tensor_model_parallel_size",
@@ -163,7 +163,7 @@ def read_changed(
     } <= lines.keys()
     made = record.path.rpartition(".")[2]
     if made.startswith("Inference"):
-        return ()  # of torchtitan's generator
+        return JobFile()  # of torchtitan's generator
     if made not in framework.classes and not is_whole:
         raise UnknownMesh(f"the configuration that is changed is made in another file; {RUN}")
     if record.fields is None:
@@ -181,12 +181,7 @@ def read_changed(
         return None
 
     document = Document(name, source.text, "python", settings, insert)
-    return make_document_jobs(
-        document,
-        framework,
-        Source(name, first),
-        world_size,
-    )
+    return read_document(document, world_size, framework, Source(name, first))
 
 
 # A file of a training job makes a few.
@@ -268,28 +263,35 @@ def read(
     except (TooLong, RecursionError):
         return JobFile(skipped=(Skipped(Source(name), f"more calls than are followed; {RUN}"),))
     jobs, skipped = _list_meshes(source, name)
+    files: list[JobFile] = []
     for call, given in source.degrees:
         where = Source(name, call.lineno)
         try:
-            jobs += read_degrees(source, source.degrees, call, given, where, world_size)
+            files.append(read_degrees(source, source.degrees, call, given, where, world_size))
         except UnknownMesh as unknown:
             skipped.append(Skipped(where, str(unknown)))
-        except MeshplanError as error:
-            raise add_source(where, error) from None
     for record, lines in source.changes.items():
+        where = Source(name, min(lines.values()))
         try:
-            jobs += read_changed(source, record, lines, name, world_size)
+            files.append(read_changed(source, record, lines, name, world_size))
         except (UnknownMesh, LayoutError) as error:
             # Configurations of one file are for jobs of different numbers of ranks.
-            skipped.append(Skipped(Source(name, min(lines.values())), str(error.args[0])))
+            why = str(error.args[0]).removeprefix(f"{where}: ")
+            skipped.append(Skipped(where, why))
+    jobs += [job for one in files for job in one.jobs]
+    skipped += [two for one in files for two in one.skipped]
+    # Of Lightning's Trainer, whose arguments all calls have.
+    launch = next((one for one in files if one.stated), JobFile())
     if len(jobs) + len(skipped) > _MAX_MESHES:
         raise LayoutError(f"{name}: {_TOO_MANY}")
     # A function that is called twice with one shape makes one mesh.
     jobs.sort(key=lambda job: job.source.line or 0)
     options = {one.partition("=")[0] for one in arguments if one.startswith("--")}
-    return JobFile(
-        tuple(dict.fromkeys(jobs)),
-        tuple(dict.fromkeys(skipped)),
+    return replace(
+        launch,
+        jobs=tuple(dict.fromkeys(jobs)),
+        skipped=tuple(dict.fromkeys(skipped)),
+        is_read=False,
         one_axis=tuple(dict.fromkeys(source.one_axis)),
         takes_arguments=bool(options) and options <= source.options,
     )
