@@ -207,7 +207,7 @@ class Degrees(NamedTuple):
 def find_meshes(document: Document, framework: Framework) -> Iterator[Degrees]:
     """The meshes of a framework that a document has keys for."""
     for mesh in framework.meshes:
-        if not document.has(mesh.unless):
+        if document.has(mesh.when) or not document.has(mesh.unless):
             yield from _find_groups(document, framework, mesh)
 
 

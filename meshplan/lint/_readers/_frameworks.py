@@ -38,6 +38,7 @@ class Mesh:
     # Axes of which one has a key in the file; empty if the mark is enough
     needs: frozenset[str] = frozenset()
     unless: str = ""  # regular expression of a setting with which the mesh does not exist
+    when: str = ""  # the same of one that decides, with which it exists in spite of ``unless``
     # The same of a setting without which it is not judged, by regular expressions of its keys
     only: Mapping[str, str] = field(default_factory=dict)
     # Why the mesh is not judged, by regular expressions of settings
@@ -268,24 +269,35 @@ _TORCHTITAN = Framework(
 # verl/trainer/config/engine/megatron.yaml shards the optimizer's state. Ulysses exchanges
 # activations inside of the mesh of FSDP and has no gradients of its own. EasyR1 has worker and fsdp
 # in place of actor_rollout_ref and fsdp_config.
+_STRATEGY = "its strategy has a mesh that is not read"
 _VERL_FSDP = Mesh(
     keys={"fsdp_size": "fsdp"},
     order=("ddp", "fsdp"),
     section=r"(?P<part>actor_rollout_ref\.actor|worker\.actor)(?:\.fsdp(?:_config)?)?",
     rest="fsdp",
     fill="ddp",
-    unless=r"actor_rollout_ref\.actor\.(?:megatron\..*|strategy=(?!fsdp).*)"
+    unless=r"actor_rollout_ref\.actor\.(?:megatron\..*|strategy=megatron)"
     r"|(?:config_name|defaults\..*)=.*megatron.*",
+    # ``strategy`` chooses the workers, and keys of others have no effect.
+    when=r"actor_rollout_ref\.actor\.strategy=(?!megatron$).*",
     # Most estimators have no critic.
     only={r"(?:worker\.)?critic\..*": r"algorithm\.adv_estimator=gae|critic\.enable=true"},
-    refused={r"(?:critic|reward_model)\.megatron\..*": "another part is of Megatron"},
+    refused={
+        r"actor_rollout_ref\.actor\.strategy=(?!fsdp|megatron$).*": _STRATEGY,
+        r"(?:config_name|defaults\..*)=.*megatron.*": "its configuration is of Megatron",
+        r"(?:critic|reward_model)\.megatron\..*": "another part is of Megatron",
+    },
 )
 _VERL_CRITIC = replace(
     _VERL_FSDP,
     section=r"(?P<part>critic(?:\.model)?|worker\.critic)(?:\.fsdp(?:_config)?)?",
     needs=frozenset({"fsdp"}),
-    unless=r"critic\.(?:megatron\..*|strategy=(?!fsdp).*)",
-    refused={r"(?:config_name|defaults\..*)=.*megatron.*": "its configuration is of Megatron"},
+    unless=r"critic\.(?:megatron\..*|strategy=megatron)",
+    when=r"critic\.strategy=(?!megatron$).*",
+    refused={
+        r"critic\.strategy=(?!fsdp|megatron$).*": _STRATEGY,
+        r"(?:config_name|defaults\..*)=.*megatron.*": "its configuration is of Megatron",
+    },
 )
 _VERL = Framework(
     program="verl",
@@ -293,11 +305,15 @@ _VERL = Framework(
     meshes=(
         _VERL_FSDP,
         _VERL_CRITIC,
-        replace(
-            _MEGATRON_MESH,
-            section=r"(?P<part>actor_rollout_ref\.actor|critic)\.megatron",
-            is_sharded=True,
-            only=_VERL_FSDP.only,
+        *(
+            replace(
+                _MEGATRON_MESH,
+                section=rf"(?P<part>{part})\.megatron",
+                is_sharded=True,
+                unless=fsdp.when,
+                only=fsdp.only,
+            )
+            for part, fsdp in ((r"actor_rollout_ref\.actor", _VERL_FSDP), ("critic", _VERL_CRITIC))
         ),
         Mesh(
             keys={
@@ -785,13 +801,15 @@ _SKYRL = Framework(
             _VERL_FSDP,
             keys={"fsdp_size": "fsdp", "sequence_parallel_size": ""},
             section=r"(?P<part>trainer\.policy)(?:\.fsdp_config)?",
-            unless=r"trainer\.strategy=(?!fsdp).*|trainer\.policy\.megatron_config\..*",
-            refused=_SKYRL_REFUSED,
+            unless=r"trainer\.strategy=megatron|trainer\.policy\.megatron_config\..*",
+            when=r"trainer\.strategy=(?!megatron$).*",
+            refused={r"trainer\.strategy=(?!fsdp|megatron$).*": _STRATEGY, **_SKYRL_REFUSED},
         ),
         replace(
             _MEGATRON_MESH,
             section=r"(?P<part>trainer\.policy)\.megatron_config",
             is_sharded=True,
+            unless=r"trainer\.strategy=(?!megatron$).*",
             only={".*": r"trainer\.strategy=megatron"},
             refused=_SKYRL_REFUSED,
         ),
