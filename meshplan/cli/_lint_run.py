@@ -34,7 +34,6 @@ from meshplan.cli._options import (
 from meshplan.cli._output import complain, refuse, save, say
 from meshplan.errors import MeshplanError, PolicyError, TopologyError
 from meshplan.layout import Layout
-from meshplan.lint._diffs import make_diff, write_edit
 from meshplan.lint._facts import (
     JobFacts,
     check_environment,
@@ -55,7 +54,7 @@ from meshplan.lint._job import Job, JobFile, Skipped
 from meshplan.lint._read_jobs import RankOptions, read_arguments
 from meshplan.lint._reductions import is_uniform
 from meshplan.lint._reporters import render, wants_color
-from meshplan.lint._reporters.text import format_fix, format_source
+from meshplan.lint._reporters.text import format_fix, format_source, make_diff
 from meshplan.lint._roles import (
     AXIS_NAMES,
     ROLES,
@@ -108,7 +107,7 @@ def run_lint(given: argparse.Namespace) -> int:
     if given.write and is_first:
         run, edits, titles = _fix(given, reader, run)
         for edit in edits:
-            write_edit(edit)
+            _write_edit(edit)
             complain(f"meshplan: {Source(edit.file)}: changed; {'; '.join(titles[edit.file])}\n")
     if is_first:
         for error in {str(error): error for error in run.errors}.values():
@@ -280,6 +279,25 @@ def _write_diffs(given: argparse.Namespace, reader: FileReader, run: _Run) -> No
         given,
         "".join(make_diff(one.file, one.before, one.after) for one in edits),
     )
+
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def _write_edit(edit: Edit) -> None:
+    """Change a file. Raises PolicyError if it is unreadable, or was changed since it was read."""
+    path = Path(edit.file)
+    try:
+        content = path.read_bytes()
+        mark = _BYTE_ORDER_MARK if content.startswith(_BYTE_ORDER_MARK) else b""
+        if content != mark + edit.before.encode():
+            raise PolicyError(
+                f"{edit.file}: not written, because it is not the UTF-8 text that was linted; "
+                "run the command again, or convert the file"
+            )
+        path.write_bytes(mark + edit.after.encode())
+    except OSError as error:
+        raise PolicyError(f"{edit.file}: cannot be written: {error.strerror}") from error
 
 
 # The placement of the jobs of each input, and with that its state.

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshplan.layout import Layout
-from meshplan.lint._diffs import make_diff
 from meshplan.lint._facts import JobFacts
 from meshplan.lint._finding import Edit, Fix
 from meshplan.lint._job import Job
@@ -27,6 +26,7 @@ from meshplan.lint._orders import (
 )
 from meshplan.lint._programs import find_fix, is_reached
 from meshplan.lint._reductions import find_gradient_axes, is_uniform
+from meshplan.lint._reporters.text import make_diff
 from meshplan.lint._spec import format_axes
 from meshplan.topology import Cluster, Topology
 

@@ -17,7 +17,8 @@ from meshplan.layout import Layout
 from meshplan.lint._finding import Source
 from meshplan.lint._job import Job, JobFile, Skipped, add_source
 from meshplan.lint._programs import Program, find_program_of_text
-from meshplan.lint._readers._frameworks import FRAMEWORKS, Framework, Kind, Mesh
+from meshplan.lint._readers._degree_keys import Framework, Kind, Mesh
+from meshplan.lint._readers._frameworks import FRAMEWORKS
 from meshplan.lint._readers._numbers import (
     INSTEAD,
     UNKNOWN_RANKS,

@@ -118,6 +118,25 @@ def make_relative(file: str) -> str:
     return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
 
 
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
+
+
+def make_diff(name: str, before: str, after: str) -> str:
+    """The unified diff of a file whose name is relative to the working directory or absolute, as
+    ``git apply`` and ``patch -p1`` read it.
+    """
+    # After a tab is a date, and without one git ends a name at a blank.
+    import difflib  # most runs need no diff, and this takes 3 ms
+
+    path = make_relative(name).lstrip("/")
+    path += "\t" * (" " in path)
+    old, new = (_LINE.findall(text) for text in (before, after))
+    lines = difflib.unified_diff(old, new, f"a/{path}", f"b/{path}")
+    return "".join(
+        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+    )
+
+
 # A line is made of pieces: a text, and a style of rich's, which may be empty.
 _Line = list[tuple[str, str]]
 _STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
