@@ -752,25 +752,40 @@ _SKYRL = Framework(
 
 # VeOmni, veomni/distributed/parallel_state.py, init_parallel_state: (pp, dp_replicate, dp_shard,
 # ulysses, cp, tp), and for experts (ep_replicate, ep_fsdp, ep). Parameters are sharded along
-# dp_shard, ulysses and cp together. Its commands name a file that may set other sizes.
+# dp_shard, ulysses and cp together. With fsdp_mode ddp, torch_parallelize.py hands DDP the group of
+# both data axes. Its commands name a file that may set other sizes.
 _VEOMNI_AXES = ("pp", "dp_replicate", "dp_shard", "ulysses", "cp", "tp")
+_VEOMNI_MESH = Mesh(
+    keys={f"{axis}_size": axis for axis in (*_VEOMNI_AXES, "ep")},
+    order=_VEOMNI_AXES,
+    section=r"(?P<part>train)\.accelerator",
+    rest="dp_shard",
+    fill="dp_replicate",
+    unless=r"train\.accelerator\.fsdp_config\.fsdp_mode=ddp",
+    refused={
+        r".*\.ep_outside=(?!false$|none$).*|.*\.extra_parallel_sizes"
+        r"(?:\.|=(?!nested|none$)).*": "its mesh of experts is not read",
+        r"train\.accelerator\.fsdp_config\.fsdp_mode=(?!fsdp|ddp$).*": _STRATEGY,
+    },
+    experts=("pp", "dp_replicate", "efsdp", "ep"),
+    flattened=("dp_shard", "ulysses", "cp"),
+    needs=frozenset({*_VEOMNI_AXES, "ep"}),
+)
 _VEOMNI = Framework(
     program="torch",
     mark=r"train\.accelerator\..*",
     meshes=(
-        Mesh(
-            keys={f"{axis}_size": axis for axis in (*_VEOMNI_AXES, "ep")},
-            order=_VEOMNI_AXES,
-            section=r"(?P<part>train)\.accelerator",
-            rest="dp_shard",
-            fill="dp_replicate",
+        _VEOMNI_MESH,
+        replace(
+            _VEOMNI_MESH,
+            unless=".*",
+            when=_VEOMNI_MESH.unless,
+            reduction="ddp",
             refused={
-                r".*\.ep_outside=(?!false$|none$).*|.*\.extra_parallel_sizes"
-                r"(?:\.|=(?!nested|none$)).*": "its mesh of experts is not read"
+                r"train\.accelerator\.(?:pp|ulysses|cp|tp|ep)_size=(?!1$|none$).*": (
+                    "DDP reduces along the data axes only"
+                )
             },
-            experts=("pp", "dp_replicate", "efsdp", "ep"),
-            flattened=("dp_shard", "ulysses", "cp"),
-            needs=frozenset({*_VEOMNI_AXES, "ep"}),
         ),
     ),
     kinds=frozenset({"document"}),
