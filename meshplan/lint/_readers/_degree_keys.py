@@ -14,7 +14,7 @@ Kind = Literal["document", "command", "python"]
 """The place of keys: TOML, YAML, JSON; a script or arguments; calls and assignments in Python."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mesh:
     """A mesh that a framework makes of its keys.
 
@@ -61,7 +61,7 @@ class Mesh:
     is_part: bool = False  # whether the job may have ranks besides those of its sizes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Framework:
     """A program, and the meshes of its jobs."""
 

@@ -43,6 +43,9 @@ _ROOTS = ("", "_global_")
 _CONFIG = re.compile(
     r"(?:.*\.)?(?:config(?:_name|_path|_dir|_file)?|yaml_cfg|(?:model_)?recipe(?:_name)?)"
 )
+_REFERENCE = re.compile(r"\$\{([\w.]*)\}")
+_DOT = re.compile(r"\.")
+_MAX_PARTS = 16  # of a path
 # Options of a model, as slime and miles pass them.
 _MODEL = re.compile(r"\$\{?\w*MODEL_ARGS(?:\[[@*]\])?\}?")
 
@@ -125,14 +128,37 @@ class Document:
         """Each setting as ``path=value`` in lower case."""
         return [str(one) for one in self.settings]
 
+    @cached_property
+    def _known(self) -> dict[str, bool]:
+        return {}
+
     def has(self, pattern: str) -> bool:
-        return any(match(pattern, text) for text in self.texts)
+        """Whether a setting matches; all groups of a mesh ask for the same."""
+        if pattern not in self._known:
+            self._known[pattern] = any(match(pattern, text) for text in self.texts)
+        return self._known[pattern]
 
     @cached_property
-    def disabled(self) -> tuple[str, ...]:
+    def has_merges(self) -> bool:
+        return "<<" in self.text
+
+    @cached_property
+    def _disabled(self) -> set[str]:
         """Paths of disabled sections, with a dot."""
         found = (re.fullmatch(r"(.*\.)enabled?=false", text) for text in self.texts)
-        return tuple(one[1] for one in found if one)
+        return {one[1] for one in found if one}
+
+    def is_disabled(self, path: str) -> bool:
+        """Whether a section around a key is disabled."""
+        return bool(self._disabled) and any(
+            path[: dot.end()] in self._disabled for dot in islice(_DOT.finditer(path), _MAX_PARTS)
+        )
+
+    @cached_property
+    def references(self) -> set[str]:
+        """The last parts of the names in ``${...}``, joined by dots."""
+        found = (one[1].split(".")[-_MAX_PARTS:] for one in _REFERENCE.finditer(self.text))
+        return {".".join(parts[i:]) for parts in found for i in range(len(parts))}
 
 
 def find_framework(document: Document) -> Framework | None:
@@ -233,8 +259,10 @@ def _find_groups(document: Document, framework: Framework, mesh: Mesh) -> Iterat
                 groups[part][axis] = one._replace(value=unknown)
     if not groups and not mesh.needs:
         groups[""] = {}
+    # More of them are too many.
+    placed = [*islice(filter(_has_place, groups.values()), _MAX_MESHES + 1)]
     for group in groups.values():
-        if _is_reference(group, document, groups.values()):
+        if _is_reference(group, document, placed):
             continue
         if not mesh.needs or mesh.needs & set(group):
             yield Degrees(framework, mesh, group, document)
@@ -263,7 +291,7 @@ def _find_settings(document: Document, mesh: Mesh) -> Iterator[tuple[str, str, S
     for one in document.settings:
         prefix, _, key = one.path.rpartition(".")
         section = _compile(mesh.section).fullmatch(prefix)
-        is_off = prefix in ignored or one.path.startswith(document.disabled)
+        is_off = prefix in ignored or document.is_disabled(one.path)
         if section is not None and key in mesh.keys and not is_off:
             yield section.groupdict().get("part") or "", mesh.keys[key], one
 
@@ -271,15 +299,14 @@ def _find_settings(document: Document, mesh: Mesh) -> Iterator[tuple[str, str, S
 def _is_reference(
     group: Mapping[str, Setting],
     document: Document,
-    groups: Iterable[Mapping[str, Setting]],
+    placed: Iterable[Mapping[str, Setting]],
 ) -> bool:
     """Whether all sizes are ``${...}`` that name those of another mesh: the same mesh again."""
     if document.kind != "document" or not group or _has_place(group):
         return False
     return any(
-        _has_place(other)
-        and all(axis in other and other[axis].value == one.value for axis, one in group.items())
-        for other in groups
+        all(axis in other and other[axis].value == one.value for axis, one in group.items())
+        for other in placed
     )
 
 
@@ -287,17 +314,18 @@ def _has_place(group: Mapping[str, Setting]) -> bool:
     return any(isinstance(one.value, Whole) for one in group.values())
 
 
-def find_replaced(found: Degrees) -> Setting | None:
+@lru_cache(maxsize=1)
+def find_replaced(document: Document, framework: Framework, mesh: Mesh) -> Setting | None:
     """The first setting that names another configuration, which may replace the mesh's defaults.
 
     Hydra's ``defaults``, its overrides of groups (``actor=other``, ``group@package=other``),
     ``--config-name`` and ``--job.config_file``; the base files of other programs. Names that match
     ``Framework.bases`` have the defaults of the table.
     """
-    section = _compile(found.mesh.section)
-    for one in found.document.settings if found.document.kind != "python" else ():
+    section = _compile(mesh.section)
+    for one in document.settings if document.kind != "python" else ():
         group, at, package = one.path.partition("@")
-        if found.document.kind == "document":
+        if document.kind == "document":
             is_base = bool(_BASE.match(one.path)) and not isinstance(one.value, Nested)
         elif one.key.startswith("-") or group == "config":
             is_base = bool(_CONFIG.fullmatch(group))
@@ -307,13 +335,13 @@ def find_replaced(found: Degrees) -> Setting | None:
             is_base = is_group or ("." not in group and is_word)
         is_elsewhere = at and package not in _ROOTS and not section.fullmatch(package)
         name = str(one.value)
-        is_known = name == "_self_" or match(found.framework.bases, name)
+        is_known = name == "_self_" or match(framework.bases, name)
         is_known |= one.key.startswith("override hydra/")
         if is_base and not is_elsewhere and not is_known:
             return one
     # Arguments are none, unless nothing else is about this part of the job.
-    has_part = any(section.match(one.path.rpartition(".")[0]) for one in found.document.settings)
-    words = found.document.elsewhere.items()
+    has_part = any(section.match(one.path.rpartition(".")[0]) for one in document.settings)
+    words = document.elsewhere.items()
     for word, line in sorted(words, key=lambda one: bool(_MODEL.fullmatch(one[0]))):
         if not (has_part and re.match(r"\$\{?[@*]", word)):
             return Setting("", None, line, word)
@@ -414,15 +442,13 @@ def _make_jobs(
     """The mesh of the dense layers, and that of the experts if they are parallel. Raises
     UnknownMesh for a size that is not known, LayoutError for sizes that the framework would refuse.
     """
-    mesh, settings = found.mesh, found.document.settings
+    mesh = found.mesh
     for pattern, needed in mesh.only.items():
         of_mesh = any(match(pattern, one.path) for one in found.settings.values())
         if of_mesh and not found.document.has(needed):
             raise UnknownMesh(f"no setting shows that the program makes this mesh; {INSTEAD}")
-    for pattern, why in mesh.refused.items():
-        for text, one in zip(found.document.texts, settings, strict=True):
-            if match(pattern, text):
-                raise UnknownMesh(f"{why}; {INSTEAD}", one.line)
+    if refused := _find_refused(found.document, mesh):
+        raise UnknownMesh(*refused)
     given = {
         axis: size
         for axis, one in found.settings.items()
@@ -432,7 +458,7 @@ def _make_jobs(
         replicas = {"dp_replicate": given.get("dp_replicate", 1)}
         ranks_of = f"ranks of {found.settings['dp'].key}"
         given.setdefault(mesh.rest, _divide(given["dp"], replicas, mesh.rest, ranks_of))
-    order, experts = _read_orders(mesh, settings)
+    order, experts = _read_orders(found.document, mesh)
     # One data axis of any size has no siblings, and so no mesh to judge.
     is_plain = found.document.kind == "document" and set(given.values()) <= {1}
     per_host = found.document.has(mesh.per_host)
@@ -442,7 +468,7 @@ def _make_jobs(
     sizes = _fill_sizes(found, order, given, total, hosts)
     ranks = math.prod(sizes.values())
     known = {*given, mesh.rest} - {""}
-    sharded, sequence_parallel, program = _read_use(found)
+    sharded, sequence_parallel, program = _read_use(found.document, found.framework, mesh)
 
     def make_job(axes: Sequence[str], sizes: Mapping[str, int], keep: Iterable[str]) -> Job:
         # Megatron-LM's data axis has two parts if the optimizer's state has several instances.
@@ -481,6 +507,17 @@ def _make_jobs(
     yield make_job(experts, inner, {*known, left})
 
 
+# The groups of a mesh come one after another, and a document may have thousands of settings.
+@lru_cache(maxsize=1)
+def _find_refused(document: Document, mesh: Mesh) -> tuple[str, int] | None:
+    """Why a setting leaves the mesh unjudged, and its line."""
+    for pattern, why in mesh.refused.items():
+        for text, one in zip(document.texts, document.settings, strict=True):
+            if match(pattern, text):
+                return f"{why}; {INSTEAD}", one.line
+    return None
+
+
 def _fill_sizes(
     found: Degrees,
     order: Iterable[str],
@@ -506,17 +543,16 @@ def _fill_sizes(
     return sizes
 
 
-def _read_use(found: Degrees) -> tuple[bool, bool, Program]:
+@lru_cache(maxsize=1)
+def _read_use(document: Document, framework: Framework, mesh: Mesh) -> tuple[bool, bool, Program]:
     """Whether parameters and activations are sharded, and the program that reduces."""
-    mesh = found.mesh
-    document = found.document
     sharded = mesh.is_sharded or document.has(mesh.sharded)
     sharded = sharded and not document.has(mesh.unsharded)
     sequence_parallel = mesh.sequence_parallel
     for text in document.texts:
         if flag := re.fullmatch(r"(?:.*\.)?(no_)?(?:enable_)?sequence_parallel=(\w+)", text):
             sequence_parallel = (flag[2] == "true") != bool(flag[1])
-    program = found.framework.program
+    program = framework.program
     if program == "unknown":
         program = find_program_of_text(document.text)
     return sharded, sequence_parallel, program
@@ -549,12 +585,11 @@ def _read_size(one: Setting, mesh: Mesh) -> int | None:
     return int(value)
 
 
-def _read_orders(
-    mesh: Mesh, settings: Iterable[Setting]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+@lru_cache(maxsize=1)
+def _read_orders(document: Document, mesh: Mesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes of the dense mesh and of the experts' mesh, outermost first."""
     given = ""
-    for one in settings:
+    for one in document.settings if mesh.orders else ():
         for key, names in mesh.orders.items():
             if one.path.rpartition(".")[2] == key and one.value not in (
                 False,
@@ -671,6 +706,36 @@ _INNER = re.compile(
 )
 
 
+@lru_cache(maxsize=1)
+def _list_unread(
+    document: Document, framework: Framework, mesh: Mesh
+) -> list[tuple[Setting, bool, str]]:
+    """The settings that no mesh reads and that are misspelt keys of its section, with ``is_inside``
+    and a hint, or degrees.
+    """
+    keys = {key for one in framework.meshes for key in one.keys}
+    found = []
+    for one in document.settings:
+        prefix, _, key = one.path.rpartition(".")
+        # The value may be the size of an axis of several ranks.
+        is_open = isinstance(one.value, Computed) or (
+            one.value == "auto" or (is_whole(one.value) and one.value not in (0, 1))
+        )
+        is_open &= one.value != -1 or key not in keys
+        is_open &= not isinstance(one.value, Nested) or key.endswith(("size", "degree"))
+        if not is_open or document.is_disabled(one.path):
+            continue
+        if any(key in m.keys and _compile(m.section).fullmatch(prefix) for m in framework.meshes):
+            continue
+        is_inside = _compile(mesh.section).fullmatch(prefix) is not None
+        near = is_inside and (suggest_key(key, mesh.keys) or suggest_degree(key))
+        # A variable of the file: the degree that refers to it has its value.
+        is_degree = is_size(key) and one.key not in document.references
+        if near or (is_degree and not _INNER.search(one.path.removeprefix(_VERL))):
+            found.append((one, is_inside, near or ""))
+    return found
+
+
 def check_unread(
     found: Degrees,
     order: Iterable[str],
@@ -680,46 +745,32 @@ def check_unread(
     """Raise UnknownMesh if the file may set another size: by a misspelt key, by a degree that no
     mesh of the framework reads, or by another configuration in place of the defaults.
     """
-    meshes = found.framework.meshes
-    keys = {key for mesh in meshes for key in mesh.keys}
-    section, text = re.compile(found.mesh.section), found.document.text
-    for one in found.document.settings:
-        prefix, _, key = one.path.rpartition(".")
-        is_inside = section.fullmatch(prefix) is not None
-        # The value may be the size of an axis of several ranks.
-        is_open = isinstance(one.value, Computed) or (
-            one.value == "auto" or (is_whole(one.value) and one.value not in (0, 1))
-        )
-        is_open &= one.value != -1 or key not in keys
-        is_open &= not isinstance(one.value, Nested) or key.endswith(("size", "degree"))
-        is_read = any(key in m.keys and _compile(m.section).fullmatch(prefix) for m in meshes)
-        if is_read or not is_open or one.path.startswith(found.document.disabled):
-            continue
-        if is_inside and (near := suggest_key(key, found.mesh.keys) or suggest_degree(key)):
+    document, framework, mesh = found.document, found.framework, found.mesh
+    for one, is_inside, near in _list_unread(document, framework, mesh):
+        if near:
             raise UnknownMesh(f"{one.key} is not a key of this program{near}", one.line)
+        prefix, _, key = one.path.rpartition(".")
         # Another section may have the size that is read, or one that is replaced (<<).
-        axis = found.mesh.keys.get(key, "")
-        is_other = axis not in given or (prefix and one.value != given[axis] and "<<" not in text)
-        is_free = is_inside or not given or (key in found.mesh.keys and is_other)
-        if is_size(key) and is_free and not _INNER.search(one.path.removeprefix(_VERL)):
-            # A variable of the file: the degree that refers to it has its value.
-            if re.search(rf"\$\{{[\w.]*\b{re.escape(one.key)}\}}", text):
-                continue
+        axis = mesh.keys.get(key, "")
+        is_other = axis not in given or (
+            prefix and one.value != given[axis] and not document.has_merges
+        )
+        if is_inside or not given or (key in mesh.keys and is_other):
             shown = "" if isinstance(one.value, Computed) else f" = {one.value}"
             raise UnknownMesh(
                 f"{one.key}{shown} is a degree that is not read; {INSTEAD}",
                 one.line,
             )
     free = [axis for axis in order if axis not in given]
-    replaced = find_replaced(found)
+    replaced = find_replaced(document, framework, mesh)
     if replaced and _MODEL.fullmatch(replaced.key) and {"dp", "dp_replicate"} <= {*free}:
         # Options of a model may have experts, but no instances of the optimizer.
         free = [*({"ep"} - {*given}), *(axis for axis in free if axis != "dp_replicate")]
     fixed = math.prod(given.get(axis, 1) for axis in order)
-    if given.get("ep", 1) > 1 and "etp" in {*found.mesh.keys.values()} - {*given}:
+    if given.get("ep", 1) > 1 and "etp" in {*mesh.keys.values()} - {*given}:
         free, fixed = ["etp", *free], 0
     # One axis follows from the ranks of the job.
-    is_open = len(free) > any(axis in free for axis in (found.mesh.rest, found.mesh.fill))
+    is_open = len(free) > any(axis in free for axis in (mesh.rest, mesh.fill))
     if replaced and is_open and fixed != total:
         is_word = replaced.key.startswith("$")
         what = "has options" if is_word else "names another configuration"

@@ -26,7 +26,6 @@ from meshplan.lint._readers._degrees import (
     Computed,
     Document,
     Setting,
-    find_framework,
     match,
     read_document,
     split_allocations,
@@ -772,10 +771,8 @@ _HELP = ("help", "description", "epilog")
 
 
 def recognises(name: str, text: str) -> bool:
-    """Whether the text has an option for the size of an axis."""
-    if name.endswith((".py", ".pyi", ".toml")) or not _MARK.search(text):
-        return False
-    return find_framework(read_command(name, text)) is not None
+    """Whether the text may have an option for the size of an axis; if not, `read` is empty."""
+    return not name.endswith((".py", ".pyi", ".toml")) and bool(_MARK.search(text))
 
 
 def read_strings(name: str, text: str, *, world_size: int | None) -> JobFile:
