@@ -101,6 +101,22 @@ TEXTS = {
     "a long axis name": ("a.py", MESH.replace("'a'", "'a" + "1" * 100_000 + "_x'"), "#", ""),
 }
 
+MESHES = "".join(f"m{i}:\n  tensor_model_parallel_size: 8\n" for i in range(60))
+OVERRIDES = " ".join(f"m{i}.tensor_model_parallel_size=8" for i in range(60))
+# Interpolations and overrides of groups, which matter to each mesh of a file: of the longest text.
+# Going over the settings again for each mesh, or over the text for each name, takes 6 s.
+SETTINGS_SECONDS = 3.0
+SETTINGS = {
+    "interpolations in YAML": ("a.yaml", MESHES, lambda i: f"b{i}_size: ${{a.b}}\n"),
+    "interpolations in a command": ("run.sh", f"a.py {OVERRIDES}", lambda i: f" a.b{i}=${{a.b}}"),
+    "groups in a command": ("run.sh", f"a.py {OVERRIDES}", lambda i: f" g{i}@a.b=${{a.b}}"),
+    "degrees that others name": (
+        "a.yaml",
+        "parallelism:\n  data_parallel_shard_degree: 4\n",
+        lambda i: f"  a{i}_tp_size: 4\n  b{i}: ${{parallelism.a{i}_tp_size}}\n",
+    ),
+}
+
 
 def test_no_pattern_takes_more_than_the_square_of_a_length() -> None:
     patterns = list_patterns()
@@ -125,6 +141,13 @@ def test_jobs_are_read_in_time(what: str) -> None:
     text = start + fill(piece, CHARACTERS - len(start + end)) + end
     assert CHARACTERS - 200 < len(text) <= CHARACTERS
     assert stop_after(SECONDS, lambda: read_or_refuse(name, text))
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_settings_are_read_once_for_all_meshes(what: str) -> None:
+    name, start, piece = SETTINGS[what]
+    text = start + fill(piece, MAX_CHARACTERS - len(start))
+    assert stop_after(SETTINGS_SECONDS, lambda: read_or_refuse(name, text))
 
 
 def read_or_refuse(name: str, text: str) -> None:

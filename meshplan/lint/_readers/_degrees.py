@@ -733,6 +733,9 @@ def _list_unread(
         is_degree = is_size(key) and one.key not in document.references
         if near or (is_degree and not _INNER.search(one.path.removeprefix(_VERL))):
             found.append((one, is_inside, near or ""))
+            # No mesh is judged beside it.
+            if is_inside:
+                break
     return found
 
 
