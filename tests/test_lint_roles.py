@@ -107,7 +107,8 @@ def test_use_comes_before_names(axes: str, given: Any, framework: Framework, exp
 def test_stated_framework_decides_axes_without_role(
     roles: Any, framework: Framework, expected: str
 ) -> None:
-    assert assume_roles(roles.split(), framework) == tuple(expected.split())
+    axes = [f"a{i}" for i in range(len(roles.split()))]
+    assert assume_roles(axes, roles.split(), framework) == tuple(expected.split())
 
 
 def test_axis_of_unknown_role_fails_with_the_line_to_add(lint: Any) -> None:

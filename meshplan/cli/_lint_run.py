@@ -60,7 +60,6 @@ from meshplan.lint._roles import (
     ROLES,
     Role,
     assume_roles,
-    resolve_roles,
 )
 from meshplan.lint._rules import RULES, list_codes_needing
 from meshplan.lint._rules.cluster import CONTRADICTION, NOT_JUDGED
@@ -549,10 +548,7 @@ def _apply_options(job: Job, given: argparse.Namespace, roles: Mapping[str, Role
         changes["roles"] = tuple(roles.get(axis, role) for axis, role in pairs)
     if given.framework:
         stated = changes.get("roles", job.given)
-        changes["roles"] = assume_roles(
-            resolve_roles(layout.axes, stated, given.framework),
-            given.framework,
-        )
+        changes["roles"] = assume_roles(layout.axes, stated, given.framework)
         changes["framework"] = given.framework
         if job.program == "unknown":
             changes["program"] = "torch"

@@ -135,18 +135,18 @@ def resolve_roles(
     return tuple(roles)
 
 
-def assume_roles(roles: Sequence[Role], framework: Framework) -> tuple[Role, ...]:
-    """The roles if the user states that ``framework`` reduces along all axes without a role."""
-    found = list(roles)
-    unknown = [i for i, role in enumerate(roles) if role == "unknown"]
+def assume_roles(
+    axes: Sequence[str], given: Sequence[Role], framework: Framework
+) -> tuple[Role, ...]:
+    """`resolve_roles`, if ``framework`` is known to reduce along all axes without a role."""
+    roles = resolve_roles(axes, given, framework)
     data = [i for i, role in enumerate(roles) if role in ("replicate", "shard", "unknown")]
+    last: list[int] = []
     if framework == "fsdp2":
-        if not unknown or len(data) > 2:  # a mesh of FSDP2 has at most two axes
-            return tuple(roles)
-        last = data[-1] if "shard" not in roles else None
-        for i in unknown:
-            found[i] = "shard" if i == last else "replicate"
-    else:
-        for i in unknown:
-            found[i] = "replicate"
-    return tuple(found)
+        if len(data) > 2:  # a mesh of FSDP2 has at most two axes
+            return roles
+        last = data[-1:] if "shard" not in roles else []
+    return tuple(
+        ("shard" if i in last else "replicate") if role == "unknown" else role
+        for i, role in enumerate(roles)
+    )

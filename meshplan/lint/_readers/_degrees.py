@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import islice
 from typing import NamedTuple
@@ -44,7 +44,6 @@ _CONFIG = re.compile(
     r"(?:.*\.)?(?:config(?:_name|_path|_dir|_file)?|yaml_cfg|(?:model_)?recipe(?:_name)?)"
 )
 _REFERENCE = re.compile(r"\$\{([\w.]*)\}")
-_DOT = re.compile(r"\.")
 _MAX_PARTS = 16  # of a path
 # Options of a model, as slime and miles pass them.
 _MODEL = re.compile(r"\$\{?\w*MODEL_ARGS(?:\[[@*]\])?\}?")
@@ -115,22 +114,19 @@ class Document:
     settings: Sequence[Setting]
     # Returns an edit that adds a key with a number after a setting, or ``None``
     insert: Callable[[Setting, str, int], Edit | None]
-    # Of the command that starts the job, by the fields of `Launch`; ``ranks of one host`` if it
+    # Of the command that starts the job, by fields of `JobFile`; ``ranks of one host`` if it
     # specifies no hosts
     launch: Mapping[str, int] = field(default_factory=dict)
     # Lines of settings in a command itself, not in a variable that it uses
     commands: Set[int] = frozenset()
     # Words for options from elsewhere, such as "$@", and their lines
     elsewhere: Mapping[str, int] = field(default_factory=dict)
+    _known: dict[str, bool] = field(default_factory=dict)  # whether a pattern matches
 
     @cached_property
     def texts(self) -> list[str]:
         """Each setting as ``path=value`` in lower case."""
         return [str(one) for one in self.settings]
-
-    @cached_property
-    def _known(self) -> dict[str, bool]:
-        return {}
 
     def has(self, pattern: str) -> bool:
         """Whether a setting matches; all groups of a mesh ask for the same."""
@@ -139,20 +135,10 @@ class Document:
         return self._known[pattern]
 
     @cached_property
-    def has_merges(self) -> bool:
-        return "<<" in self.text
-
-    @cached_property
-    def _disabled(self) -> set[str]:
+    def disabled(self) -> tuple[str, ...]:
         """Paths of disabled sections, with a dot."""
         found = (re.fullmatch(r"(.*\.)enabled?=false", text) for text in self.texts)
-        return {one[1] for one in found if one}
-
-    def is_disabled(self, path: str) -> bool:
-        """Whether a section around a key is disabled."""
-        return bool(self._disabled) and any(
-            path[: dot.end()] in self._disabled for dot in islice(_DOT.finditer(path), _MAX_PARTS)
-        )
+        return tuple(one[1] for one in found if one)
 
     @cached_property
     def references(self) -> set[str]:
@@ -175,19 +161,11 @@ def find_framework(document: Document) -> Framework | None:
     return None
 
 
-class Launch(NamedTuple):
-    """Numbers of a launch; ``stated`` has the fields that the document itself specifies. Their
-    names are the keys of `Framework.launch` and `Document.launch`.
+def _count_ranks(document: Document, framework: Framework) -> JobFile:
+    """Hosts, ranks of each host and ranks of the job, by the document or by default; ``stated`` has
+    the fields that the document itself specifies. Their names are the keys of `Framework.launch`
+    and `Document.launch`.
     """
-
-    hosts: int | None
-    ranks_per_host: int | None
-    world_size: int | None
-    stated: frozenset[str]
-
-
-def count_ranks(document: Document, framework: Framework) -> Launch:
-    """Hosts, ranks of each host and ranks of the job, by the document or by default."""
     found = dict(framework.defaults) | dict(document.launch)
     stated = {*document.launch}
     given: dict[str, object] = {}
@@ -205,21 +183,23 @@ def count_ranks(document: Document, framework: Framework) -> Launch:
             found.pop(key, None)
     if several in given.values():
         stated.clear()
-    hosts, per_host, total = map(found.get, Launch._fields[:3])
+    hosts, per_host, total = map(found.get, _COUNTS)
     if total is None and hosts and per_host:
         total = hosts * per_host
         stated |= {"world_size"} if {"hosts", "ranks_per_host"} <= stated else set()
     if total and hosts and total % hosts == 0:
         per_host = total // hosts
         stated |= {"ranks_per_host"} if {"hosts", "world_size"} <= stated else set()
-    # The launchers of torch and DeepSpeed start one host by default.
-    total = total or found.get("ranks of one host")
-    return Launch(
-        hosts,
-        per_host,
-        total,
-        frozenset(stated.intersection(Launch._fields)),
+    return JobFile(
+        hosts=hosts,
+        ranks_per_host=per_host,
+        # The launchers of torch and DeepSpeed start one host by default.
+        world_size=total or found.get("ranks of one host"),
+        stated=frozenset(stated.intersection(_COUNTS)),
     )
+
+
+_COUNTS = ("hosts", "ranks_per_host", "world_size")
 
 
 class Degrees(NamedTuple):
@@ -231,14 +211,10 @@ class Degrees(NamedTuple):
     document: Document
 
 
-def find_meshes(document: Document, framework: Framework) -> Iterator[Degrees]:
-    """The meshes of a framework that a document has keys for."""
-    for mesh in framework.meshes:
-        if document.has(mesh.when) or not document.has(mesh.unless):
-            yield from _find_groups(document, framework, mesh)
-
-
 def _find_groups(document: Document, framework: Framework, mesh: Mesh) -> Iterator[Degrees]:
+    """The meshes that a document has keys for: a group of keys is one."""
+    if document.has(mesh.unless) and not document.has(mesh.when):
+        return
     groups: dict[str, dict[str, Setting]] = {}
     lines: dict[str, dict[str, set[int]]] = {}
     for part, axis, one in _find_settings(document, mesh):
@@ -291,7 +267,7 @@ def _find_settings(document: Document, mesh: Mesh) -> Iterator[tuple[str, str, S
     for one in document.settings:
         prefix, _, key = one.path.rpartition(".")
         section = _compile(mesh.section).fullmatch(prefix)
-        is_off = prefix in ignored or document.is_disabled(one.path)
+        is_off = prefix in ignored or one.path.startswith(document.disabled)
         if section is not None and key in mesh.keys and not is_off:
             yield section.groupdict().get("part") or "", mesh.keys[key], one
 
@@ -314,6 +290,7 @@ def _has_place(group: Mapping[str, Setting]) -> bool:
     return any(isinstance(one.value, Whole) for one in group.values())
 
 
+# The groups of a mesh come one after another, and a document may have thousands of settings.
 @lru_cache(maxsize=1)
 def find_replaced(document: Document, framework: Framework, mesh: Mesh) -> Setting | None:
     """The first setting that names another configuration, which may replace the mesh's defaults.
@@ -387,14 +364,17 @@ def read_document(
     framework = framework or find_framework(document)
     if framework is None:
         return JobFile()
-    launch = count_ranks(document, framework)
+    launch = _count_ranks(document, framework)
     if "world_size" in launch.stated:
         world_size = None
     hosts, total = launch.hosts, launch.world_size
     jobs: list[Job] = []
     skipped: list[Skipped] = []
     is_read = False
-    meshes = [*islice(find_meshes(document, framework), _MAX_MESHES + 1)]
+    groups = (
+        found for mesh in framework.meshes for found in _find_groups(document, framework, mesh)
+    )
+    meshes = [*islice(groups, _MAX_MESHES + 1)]
     if len(meshes) > _MAX_MESHES:
         why = f"more than {_MAX_MESHES} meshes in one file; give them one by one"
         return JobFile(skipped=(Skipped(Source(document.name), why),))
@@ -433,7 +413,7 @@ def read_document(
             remedy = "correct this number" if "world_size" in launch.stated else "pass --world-size"
             why = f"{error.args[0]}, or {remedy}"
             skipped.append(Skipped(source, why))
-    return JobFile(tuple(jobs), tuple(skipped), None, *launch, is_read=is_read)
+    return replace(launch, jobs=tuple(jobs), skipped=tuple(skipped), is_read=is_read)
 
 
 def _make_jobs(
@@ -447,8 +427,11 @@ def _make_jobs(
         of_mesh = any(match(pattern, one.path) for one in found.settings.values())
         if of_mesh and not found.document.has(needed):
             raise UnknownMesh(f"no setting shows that the program makes this mesh; {INSTEAD}")
-    if refused := _find_refused(found.document, mesh):
-        raise UnknownMesh(*refused)
+    for pattern, why in mesh.refused.items():
+        if found.document.has(pattern):
+            texts = zip(found.document.settings, found.document.texts, strict=True)
+            line = next(one.line for one, text in texts if match(pattern, text))
+            raise UnknownMesh(f"{why}; {INSTEAD}", line)
     given = {
         axis: size
         for axis, one in found.settings.items()
@@ -505,17 +488,6 @@ def _make_jobs(
     left = next(axis for axis in experts if axis in ("edp", "efsdp", "ep_shard", "moe_tp"))
     inner[left] = _divide(ranks, inner, left)
     yield make_job(experts, inner, {*known, left})
-
-
-# The groups of a mesh come one after another, and a document may have thousands of settings.
-@lru_cache(maxsize=1)
-def _find_refused(document: Document, mesh: Mesh) -> tuple[str, int] | None:
-    """Why a setting leaves the mesh unjudged, and its line."""
-    for pattern, why in mesh.refused.items():
-        for text, one in zip(document.texts, document.settings, strict=True):
-            if match(pattern, text):
-                return f"{why}; {INSTEAD}", one.line
-    return None
 
 
 def _fill_sizes(
@@ -710,8 +682,8 @@ _INNER = re.compile(
 def _list_unread(
     document: Document, framework: Framework, mesh: Mesh
 ) -> list[tuple[Setting, bool, str]]:
-    """The settings that no mesh reads and that are misspelt keys of its section, with ``is_inside``
-    and a hint, or degrees.
+    """The settings that no mesh reads and that are misspelt keys of its section, with a hint, or
+    degrees, with whether they are inside of the section.
     """
     keys = {key for one in framework.meshes for key in one.keys}
     found = []
@@ -723,7 +695,7 @@ def _list_unread(
         )
         is_open &= one.value != -1 or key not in keys
         is_open &= not isinstance(one.value, Nested) or key.endswith(("size", "degree"))
-        if not is_open or document.is_disabled(one.path):
+        if not is_open or one.path.startswith(document.disabled):
             continue
         if any(key in m.keys and _compile(m.section).fullmatch(prefix) for m in framework.meshes):
             continue
@@ -749,15 +721,14 @@ def check_unread(
     mesh of the framework reads, or by another configuration in place of the defaults.
     """
     document, framework, mesh = found.document, found.framework, found.mesh
+    merges = "<<" in document.text
     for one, is_inside, near in _list_unread(document, framework, mesh):
         if near:
             raise UnknownMesh(f"{one.key} is not a key of this program{near}", one.line)
         prefix, _, key = one.path.rpartition(".")
         # Another section may have the size that is read, or one that is replaced (<<).
         axis = mesh.keys.get(key, "")
-        is_other = axis not in given or (
-            prefix and one.value != given[axis] and not document.has_merges
-        )
+        is_other = axis not in given or (prefix and one.value != given[axis] and not merges)
         if is_inside or not given or (key in mesh.keys and is_other):
             shown = "" if isinstance(one.value, Computed) else f" = {one.value}"
             raise UnknownMesh(

@@ -184,7 +184,7 @@ def _read_mesh(places: _Places, path: Path, table: object) -> Job:
         shown = repr(sequence_parallel)[:40]
         raise PolicyError(f"sequence-parallel is true or false, got {shown}")
     if "framework" in table and "unknown" in resolve_roles(layout.axes, given, framework):
-        given = assume_roles(resolve_roles(layout.axes, given, framework), framework)
+        given = assume_roles(layout.axes, given, framework)
     return Job(
         layout=layout,
         source=source,

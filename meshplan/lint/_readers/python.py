@@ -52,7 +52,7 @@ from meshplan.lint._readers._values import (
     read_default,
     read_string,
 )
-from meshplan.lint._roles import Framework, assume_roles, resolve_roles
+from meshplan.lint._roles import Framework, assume_roles
 from meshplan.lint._spec import MAX_AXES, flatten_ranks, make_layout
 
 CLASSES = frozenset[str]().union(*(one.classes for one in FRAMEWORKS))
@@ -704,7 +704,7 @@ def _make_job(source: MeshReader, root: Root, where: Source, called: Set[str]) -
     # A mesh that is not followed is this one, if there is no other.
     is_only = sum(not other.is_split for other in source.roots.values()) == 1
     if framework == "fsdp2" and is_only and uses.unread & {"fsdp2", "fsdp1"}:
-        roles = assume_roles(resolve_roles(mesh.layout.axes, roles, framework), framework)
+        roles = assume_roles(mesh.layout.axes, roles, framework)
     is_torch = (framework != "dtensor" and program is None) or "dtensor" in kinds
     is_torch |= "dtensor" in uses.unread and bool(called & _DTENSOR)
     found = find_program_of_modules(frozenset(source.modules), torch_reduces=is_torch)
