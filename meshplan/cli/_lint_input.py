@@ -405,7 +405,7 @@ def read_ranks(given: argparse.Namespace) -> RankOptions:
     size = None
     if given.world_size is not None:
         size = read_number(given.world_size, "--world-size", error=TopologyError)
-    elif hosts == len(inputs.hosts) > 1:
+    elif len(inputs.hosts) > 1 and len(inputs.files) < 2:
         size = sum(inputs.hosts)
     elif hosts:
         size = per_host and hosts * per_host

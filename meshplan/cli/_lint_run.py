@@ -432,7 +432,9 @@ def _judge_every_size(
 
 
 def _prefer_file(
-    one: NamedInput, placement: Inputs | None, options: RankOptions
+    one: NamedInput,
+    placement: Inputs | None,
+    options: RankOptions,
 ) -> tuple[Inputs | None, str]:
     """The placement with the numbers that the input itself has, and what contradicts them. These
     are the numbers of its launch, and the ranks of sizes that leave no axis open.
@@ -441,23 +443,18 @@ def _prefer_file(
     placement = placement or Inputs()
     hosts, node_size = count_hosts(placement)
     per_host = file.ranks_per_host if "ranks_per_host" in stated else node_size
-    listed = f"--hosts {','.join(map(str, placement.hosts))}"
-    sized = f"--node-size {node_size}" if placement.node_size else listed
-    counts = (
-        (listed, "hosts", hosts),
-        (sized, "ranks_per_host", node_size),
-    )
     others = [
-        *dict.fromkeys(
-            option
-            for option, key, value in counts
-            if key in stated and value not in (None, getattr(file, key))
+        f"{option} {shown}"
+        for option, key, shown, value in (
+            ("--hosts", "hosts", ",".join(map(str, placement.hosts)), hosts),
+            ("--node-size", "ranks_per_host", placement.node_size, placement.node_size),
         )
+        if key in stated and value not in (None, getattr(file, key))
     ]
     size = options.world_size or (hosts * node_size if hosts and node_size else None)
-    ranks = options.count_ranks(file) or (None if options.world_size else size)
-    if "world_size" in stated:
-        ranks = file.world_size
+    ranks = file.world_size if "world_size" in stated else options.count_ranks(file)
+    if ranks is None and not options.world_size:
+        ranks = size  # of a configuration
     if not others and size not in (None, ranks):
         others.append(f"{size} ranks")
     sizes: set[int] = set()
@@ -472,7 +469,7 @@ def _prefer_file(
             or (count < ranks and job.has_all_ranks)
         }
     if sizes and not others:
-        others.append(f"{ranks} ranks" if node_size or not hosts else listed)
+        others.append(f"{ranks} ranks" if node_size or not hosts else f"--hosts {hosts}")
     if not others:
         if per_host and len(placement.hosts) == 1:
             placement = replace(placement, node_size=per_host)

@@ -211,7 +211,11 @@ class Degrees(NamedTuple):
     document: Document
 
 
-def _find_groups(document: Document, framework: Framework, mesh: Mesh) -> Iterator[Degrees]:
+def _find_groups(
+    document: Document,
+    framework: Framework,
+    mesh: Mesh,
+) -> Iterator[Degrees]:
     """The meshes that a document has keys for: a group of keys is one."""
     if document.has(mesh.unless) and not document.has(mesh.when):
         return
@@ -292,7 +296,11 @@ def _has_place(group: Mapping[str, Setting]) -> bool:
 
 # The groups of a mesh come one after another, and a document may have thousands of settings.
 @lru_cache(maxsize=1)
-def find_replaced(document: Document, framework: Framework, mesh: Mesh) -> Setting | None:
+def find_replaced(
+    document: Document,
+    framework: Framework,
+    mesh: Mesh,
+) -> Setting | None:
     """The first setting that names another configuration, which may replace the mesh's defaults.
 
     Hydra's ``defaults``, its overrides of groups (``actor=other``, ``group@package=other``),
@@ -516,7 +524,11 @@ def _fill_sizes(
 
 
 @lru_cache(maxsize=1)
-def _read_use(document: Document, framework: Framework, mesh: Mesh) -> tuple[bool, bool, Program]:
+def _read_use(
+    document: Document,
+    framework: Framework,
+    mesh: Mesh,
+) -> tuple[bool, bool, Program]:
     """Whether parameters and activations are sharded, and the program that reduces."""
     sharded = mesh.is_sharded or document.has(mesh.sharded)
     sharded = sharded and not document.has(mesh.unsharded)
@@ -558,7 +570,10 @@ def _read_size(one: Setting, mesh: Mesh) -> int | None:
 
 
 @lru_cache(maxsize=1)
-def _read_orders(document: Document, mesh: Mesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _read_orders(
+    document: Document,
+    mesh: Mesh,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes of the dense mesh and of the experts' mesh, outermost first."""
     given = ""
     for one in document.settings if mesh.orders else ():
@@ -680,7 +695,9 @@ _INNER = re.compile(
 
 @lru_cache(maxsize=1)
 def _list_unread(
-    document: Document, framework: Framework, mesh: Mesh
+    document: Document,
+    framework: Framework,
+    mesh: Mesh,
 ) -> list[tuple[Setting, bool, str]]:
     """The settings that no mesh reads and that are misspelt keys of its section, with a hint, or
     degrees, with whether they are inside of the section.

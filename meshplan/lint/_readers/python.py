@@ -181,7 +181,12 @@ def read_changed(
         return None
 
     document = Document(name, source.text, "python", settings, insert)
-    return read_document(document, world_size, framework, Source(name, first))
+    return read_document(
+        document,
+        world_size,
+        framework,
+        Source(name, first),
+    )
 
 
 # A file of a training job makes a few.
