@@ -401,7 +401,8 @@ def read_ranks(given: argparse.Namespace) -> RankOptions:
     """For files that do not specify ranks: those of ``--world-size``, or of the hosts."""
     inputs = read_inputs(given)
     hosts, node_size = count_hosts(inputs)
-    per_host = node_size or inputs.domain_size
+    # Hosts in a list may differ.
+    per_host = node_size or (inputs.domain_size if len(inputs.hosts) < 2 else None)
     size = None
     if given.world_size is not None:
         size = read_number(given.world_size, "--world-size", error=TopologyError)
