@@ -179,8 +179,8 @@ def _count_ranks(document: Document, framework: Framework) -> JobFile:
         if is_whole(value) and 1 <= value <= 1 << 24:
             found[key] = int(value)
             stated.add(key)
-        elif isinstance(value, Computed) and key not in document.launch:
-            found.pop(key, None)
+        elif value is not None and key not in document.launch:
+            found.pop(key, None)  # an unknown number, and not the default
     if several in given.values():
         stated.clear()
     hosts, per_host, total = map(found.get, _COUNTS)

@@ -817,8 +817,8 @@ def _list_arguments(tree: ast.Module) -> list[ast.expr]:
     pending: list[tuple[ast.AST, bool]] = [(tree, False)]
     for node, is_word in pending:
         if isinstance(node, ast.Constant | ast.JoinedStr):
-            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-            text = " ".join(str(getattr(one, "value", "")) for one in parts)
+            parts = getattr(node, "values", [node])
+            text = "".join(str(getattr(one, "value", "")) for one in parts)
             if isinstance(getattr(node, "value", ""), str) and (is_word or _OPTION.search(text)):
                 found.append(node)
         elif (isinstance(node, ast.Call) and find_callee(node) in _NO_COMMANDS) or (
