@@ -609,7 +609,8 @@ _SERVING = replace(
     ),
     kinds=frozenset({"command"}),
     classes=frozenset(),
-    word="",
+    # Under these launchers it is a trainer, with data-parallel ranks besides.
+    word=r"--vllm|\A(?![\s\S]*\b(?:torchrun|torch\.distributed|deepspeed|accelerate launch)\b)",
 )
 
 # OpenRLHF, openrlhf/utils/deepspeed/deepspeed.py, DeepspeedStrategy.setup_distributed: (dp, sp,
