@@ -181,8 +181,8 @@ _TORCHTITAN = Framework(
     program="torchtitan",
     mark=r"(?:.*\.)?(?:(?:pipeline|data|context|tensor|expert)(?:_tensor)?_parallel"
     r"(?:_replicate|_shard)?_degree|parallelism)",
-    # The parallelism of a Job of Kubernetes is its number of pods, and Hydra's defaults name files.
-    without=r"api_version|defaults\..*",
+    # A Job of Kubernetes has its number of pods, Hydra's defaults name files, Cosmos-RL has sizes.
+    without=r"api_version|defaults\..*|.*parallelism\.(?:dp_[a-z]+|[a-z]{2})_size",
     meshes=(_TITAN,),
     kinds=frozenset({"document", "command", "python"}),
     classes=frozenset({"ParallelismConfig", "ParallelDims"}),
