@@ -209,7 +209,8 @@ _WORD = re.compile(
     r"|(?P<word>(?:\$\(\([^()\n]*+\)\)|\$\{(?:\$\{[^{}\n]*+\}|[^{}\n])*+\}"
     r"|[^\s\"'();|&`\\,\[\]])++)"
 )
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)")
+# TP=$TP sets nothing, as in a log.
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(?!\$\{?\1\}?$)(.*)")
 _DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):?=(.*)\}")
 _VALUE = re.compile(
     r"^[ \t]*(?:(?:export|local|declare(?: -a)?)[ \t]+)?([A-Za-z_]\w*)\+?="
@@ -247,6 +248,7 @@ _ARGUMENTS = re.compile(
 )
 _ASSIGNED = re.compile(r"\b(\w++)\+?=")
 _UNDOTTED = re.compile(r"[a-z]\w*")
+_SETS = re.compile(r"export|local|env|declare|typeset|readonly|-[A-Za-z]+")
 # Slurm's gpu:8, h100:8 and gpu:h100:8.
 _GRES = re.compile(r"(?:gpu:)?(?:[a-z]\w*:)?(\d{1,12})")
 _MAX_DEPTH = 20
@@ -429,9 +431,7 @@ class Script:
             return False
         start, is_argument = read.get(command, (self._commands[command][0], False))
         before = self.text[start : word.start].split()
-        is_argument = is_argument or any(
-            "=" not in one and one not in ("export", "local", "env") for one in before
-        )
+        is_argument = is_argument or not all("=" in one or _SETS.fullmatch(one) for one in before)
         read[command] = word.start, is_argument
         return is_argument
 
@@ -560,7 +560,7 @@ _ENVIRONMENT: Mapping[str, str] = {
 _FLAG = re.compile(r"(?:.*\.)?(?:use_\w+|(?:no_|enable_)?(?:enable_)?sequence_parallel|enable_\w+)")
 _SOURCE = re.compile(r"^[ \t]*(?:source|\.)[ \t]+[\"']?(?:\$\{?\w+\}?/|\./)?([\w./-]+)", re.M)
 # A converter's degrees are those of another job's checkpoint.
-_PROGRAM = re.compile(r"\b(\w++)\.py\b")
+_CONVERTER = re.compile(r"(?:convert|merge)\w*+\.py\b")
 # They change the meaning of a launcher's options.
 _LAUNCH_WORDS = ("deepspeed", "srun", "#SBATCH")
 _MAX_SOURCED = 1 << 16
@@ -577,9 +577,7 @@ def read_command(name: str, text: str) -> Document:
     conditional: dict[str, list[int]] = {}
     commands: set[int] = set()
     for command, options in script.list_commands():
-        is_converter = any(
-            "convert" in one[1] or "merge" in one[1] for one in _PROGRAM.finditer(command)
-        )
+        is_converter = _CONVERTER.search(command)
         words = {one for one in _LAUNCH_WORDS if one in command}
         for option in options:
             dashes = len(option.text) - len(option.text.lstrip("-"))
