@@ -137,7 +137,7 @@ _NEMO = Framework(
         ),
         replace(
             _MEGATRON_MESH,
-            section=r"(?P<part>(?!.*(?:vllm|sglang|generation)).*)",
+            section=r"(?P<part>(?!.*(?:vllm|sglang|generation|rollout)).*)",
             refused=_NEMO_REFUSED,
         ),
     ),
