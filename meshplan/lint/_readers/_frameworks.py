@@ -201,8 +201,9 @@ _VERL_FSDP = Mesh(
     section=r"(?P<part>actor_rollout_ref\.actor|worker\.actor)(?:\.fsdp(?:_config)?)?",
     rest="fsdp",
     fill="ddp",
+    # verl's own configuration of Megatron has no axis beside dp; another one may have.
     unless=r"actor_rollout_ref\.actor\.(?:megatron\..*|strategy=megatron)"
-    r"|(?:config_name|defaults\..*)=.*megatron.*",
+    r"|(?:config_name|defaults\..*)=ppo_megatron_trainer.*",
     # ``strategy`` chooses the workers, and keys of others have no effect.
     when=r"actor_rollout_ref\.actor\.strategy=(?!megatron$).*",
     # Most estimators have no critic.
