@@ -64,13 +64,13 @@ _NUMBER = (
 )
 # In YAML and JSON of a sweep: a table of the values that it tries.
 _SWEEP = r"(?:\{?\s{0,40}[\"']?(?:values?|choices|min)[\"']?[ \t]*:\s{0,40}(?:-[ \t])?)?"
-# Before the value of an option, which is the next item of a list in templates of YAML and in JSON.
-_BEFORE = r"(?:=|[ \t]+|[\"']?(?:,\s{0,80}|[ \t]*\n[ \t]{0,80}-[ \t]))"
-# Keys with values in TOML, YAML, JSON, Hydra's overrides and shells; options with values.
+# Keys with values in TOML, YAML, JSON, Hydra's overrides and shells; options with values,
+# which may be the next item of a list.
 _PAIR = re.compile(
     rf"(?<![\w$.-])(?:\+{{1,2}})?[\"']?(?P<key>[A-Za-z][\w.-]*)[\"']?[ \t]*[=:][ \t]*"
     rf"{_SWEEP}[\"']?(?P<value>{_NUMBER})"
-    rf"|(?<![\w-])--?(?P<option>[A-Za-z][\w.-]*){_BEFORE}[\"']?(?P<given>{_NUMBER})"
+    rf"|(?<![\w-])--?(?P<option>[A-Za-z][\w.-]*)(?:=[\"']?|(?:[\"',\s]|-\s){{1,80}})"
+    rf"(?P<given>{_NUMBER})"
 )
 # After a name in Python: the end of a key, an annotation, and the beginning of a degree.
 _VALUE = r"[\"']?\]?+\s*+(?::[^=\n]{0,80})?[=:,]\s*+[(\[]*+\s*+-?+\s*+[(\[]*+\s*+\d"

@@ -180,7 +180,7 @@ def _count_ranks(document: Document, framework: Framework) -> JobFile:
             found[key] = int(value)
             stated.add(key)
         elif value is not None and key not in document.launch:
-            found.pop(key, None)  # an unknown number, and not the default
+            found.pop(key, None)  # not the default
     if several in given.values():
         stated.clear()
     hosts, per_host, total = map(found.get, _COUNTS)

@@ -610,7 +610,7 @@ _SERVING = replace(
     ),
     kinds=frozenset({"command"}),
     classes=frozenset(),
-    # Under these launchers it is a trainer, with data-parallel ranks besides.
+    # Under these launchers it is the option of a trainer.
     word=r"--vllm|\A(?![\s\S]*\b(?:torchrun|torch\.distributed|deepspeed|accelerate launch)\b)",
 )
 

@@ -69,7 +69,7 @@ _COMPARED: Mapping[str, Callable[[int, int], bool]] = {
 }
 
 
-# Returns the constant of a word; ``None`` if only the running script knows it.
+# `Script.read_constant`.
 _Read = Callable[[str], str | None]
 
 
@@ -359,7 +359,7 @@ class Script:
         self._done.clear()
 
     def read_constant(self, text: str) -> str | None:
-        """The text of a word of a condition; ``None`` if only the running script knows."""
+        """The text of a word of a condition, as `read`."""
         found = self.read(Word(text.strip("\"'")))
         return None if found is None or len(found.text) > _MAX_CONSTANT else found.text
 
@@ -440,7 +440,7 @@ class Script:
         return self._commands[self._find_command(offset)][1]
 
     def read_number(self, word: Word) -> Whole | None:
-        """The number that a word stands for; ``None`` if only the running script knows."""
+        """The number that a word stands for, as `read`."""
         found = self.read(word)
         if found is None or not re.fullmatch(r"-?[0-9]{1,12}", found.text):
             return None
@@ -635,11 +635,11 @@ def read_command(name: str, text: str) -> Document:
 
 def _doubt_conditional(settings: list[Setting], conditional: Mapping[str, list[int]]) -> None:
     """Make the degrees unknown that only one branch of a condition has."""
-    for places in conditional.values():
-        one = settings[places[0]]
-        if len(places) == 1 and is_whole(one.value):
+    for at, *others in conditional.values():
+        one = settings[at]
+        if not others and is_whole(one.value):
             why = f"{one.key} depends on a condition; {INSTEAD}"
-            settings[places[0]] = one._replace(value=Computed(why))
+            settings[at] = one._replace(value=Computed(why))
 
 
 def _find_end(option: Option, text: str) -> int | None:
@@ -686,7 +686,7 @@ def _add_launch(
         "srun" in words and f"job's {key}" in launch
     ):
         return
-    found = None if option.value is None else script.read_launch(option.value)
+    found = option.value and script.read_launch(option.value)
     launch.setdefault(key, set()).update([] if found is None else [int(found)])
     if "#SBATCH" in words:
         launch[f"job's {key}"] = set()
@@ -825,8 +825,7 @@ def _list_arguments(tree: ast.Module) -> list[ast.expr]:
             continue
         elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
             words = [str(getattr(one, "value", "")) for one in getattr(node, "elts", ())]
-            pairs = pairwise(words)
-            is_command = any(one[:2] == "--" and two[:1] != "-" for one, two in pairs)
+            is_command = any(a[:2] == "--" and b[:1] != "-" for a, b in pairwise(words))
             is_help = isinstance(node, ast.keyword) and node.arg in _HELP
             pending += [(one, is_command) for one in ast.iter_child_nodes(node) if not is_help]
     return found

@@ -118,13 +118,9 @@ class _Places:
         full = (*self.root, *path, *([key] if key else []))
         if full in self.entries:
             return Source(self.name, self.entries[full].line)
-        return (
-            self.find_source(path)
-            if key
-            else self.find_source(path[:-1])
-            if path
-            else Source(self.name, 1)
-        )
+        if not path and not key:
+            return Source(self.name, 1)
+        return self.find_source(path if key else path[:-1])
 
     def locate(self, path: Path, error: MeshplanError) -> MeshplanError:
         """The error with the place of the key that its message starts with."""
