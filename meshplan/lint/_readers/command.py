@@ -248,7 +248,7 @@ _ARGUMENTS = re.compile(
 )
 _ASSIGNED = re.compile(r"\b(\w++)\+?=")
 _UNDOTTED = re.compile(r"[a-z]\w*")
-_SETS = re.compile(r"export|local|env|declare|typeset|readonly|-[A-Za-z]+")
+_SETS = re.compile(r"export|local|env|declare|typeset|readonly|-[aAirx]+")
 # Slurm's gpu:8, h100:8 and gpu:h100:8.
 _GRES = re.compile(r"(?:gpu:)?(?:[a-z]\w*:)?(\d{1,12})")
 _MAX_DEPTH = 20
