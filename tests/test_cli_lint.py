@@ -266,6 +266,23 @@ class TestInputs:
             assert f"the file has 5 hosts, but the options have --hosts {hosts}; the" in out
             assert "(dp_replicate=8, dp_shard=5) on 5 nodes of 8" in out
 
+        # The list has as many hosts and ranks as the file.
+        Path("job.sh").write_text("torchrun --nnodes 2 --nproc-per-node 8 x.py --dp 8 --tp 2\n")
+        code, out, _ = lint("job.sh", "--hosts", "12,4")
+        assert (code, "the options have --hosts 12,4; the" in out) == (0, True)
+        assert "(dp=8, tp=2) on 2 nodes of 8" in out
+
+    def test_hosts_of_a_file_that_no_placement_has_are_refused(self, lint: Any) -> None:
+        Path("job.sh").write_text("torchrun --nnodes 2 --nproc-per-node 8 x.py --dp 8 --tp 2\n")
+        for name, gpus in (("eight", 8), ("four", 4)):
+            Path(name).write_text(matrix(gpus, gpus))
+        words = ("--topology", "eight", "--topology", "four", "--hosts", "1,2")
+        code, _, err = lint("job.sh", *words)
+        assert (code, "the file has 2 hosts, and --hosts 1,2 has 3; pass numbers" in err) == (
+            2,
+            True,
+        )
+
     def test_ranks_of_each_host_of_a_file_place_a_mesh_of_other_ranks(self, lint: Any) -> None:
         Path("job.sh").write_text("torchrun --nproc-per-node 8 x.py --dp 8 --fsdp 5\n")
         code, out, _ = lint("job.sh", "--hosts", "4")

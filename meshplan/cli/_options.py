@@ -142,11 +142,11 @@ def read_hosts(text: str) -> tuple[int, ...]:
 
 
 def count_hosts(inputs: Inputs) -> tuple[int | None, int | None]:
-    """The number of hosts, and the ranks of each; ``None`` if unknown, or not the same for all."""
+    """The number of hosts, and the ranks of each: ``None`` if unknown, 0 if of several numbers."""
     listed = inputs.hosts
     if len(listed) < 2 or len(inputs.files) > 1:
         return sum(listed) or None, inputs.node_size
-    return len(listed), inputs.node_size or (listed[0] if len({*listed}) == 1 else None)
+    return len(listed), inputs.node_size or (listed[0] if len({*listed}) == 1 else 0)
 
 
 def find_cluster(
