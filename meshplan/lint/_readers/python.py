@@ -283,10 +283,10 @@ def read(
             # Configurations of one file are for jobs of different numbers of ranks.
             why = str(error.args[0]).removeprefix(f"{where}: ")
             skipped.append(Skipped(where, why))
+    # Of Lightning's Trainer, whose arguments all calls have. Other meshes are of other jobs.
+    launch = next((one for one in files if one.stated and not jobs), JobFile())
     jobs += [job for one in files for job in one.jobs]
     skipped += [two for one in files for two in one.skipped]
-    # Of Lightning's Trainer, whose arguments all calls have.
-    launch = next((one for one in files if one.stated), JobFile())
     if len(jobs) + len(skipped) > _MAX_MESHES:
         raise LayoutError(f"{name}: {_TOO_MANY}")
     # A function that is called twice with one shape makes one mesh.
