@@ -217,7 +217,8 @@ def _find_groups(
     mesh: Mesh,
 ) -> Iterator[Degrees]:
     """The meshes that a document has keys for: a group of keys is one."""
-    if document.has(mesh.unless) and not document.has(mesh.when):
+    is_absent = document.has(mesh.unless) and not document.has(mesh.when)
+    if is_absent and not _is_mixed(document, mesh):
         return
     groups: dict[str, dict[str, Setting]] = {}
     lines: dict[str, dict[str, set[int]]] = {}
@@ -246,6 +247,19 @@ def _find_groups(
             continue
         if not mesh.needs or mesh.needs & set(group):
             yield Degrees(framework, mesh, group, document)
+
+
+@lru_cache(maxsize=1)
+def _is_mixed(document: Document, mesh: Mesh) -> bool:
+    """Whether a setting that decides if there is this mesh has several values, in two commands or
+    in two documents of a file.
+    """
+    pairs = [*zip(document.settings, document.texts, strict=True)]
+    for pattern in (mesh.unless, mesh.when):
+        paths = {one.path for one, text in pairs if match(pattern, text)}
+        if any(one.path in paths and not match(pattern, text) for one, text in pairs):
+            return True
+    return False
 
 
 def _merge(before: Setting, one: Setting) -> Setting:
@@ -440,6 +454,8 @@ def _make_jobs(
             texts = zip(found.document.settings, found.document.texts, strict=True)
             line = next(one.line for one, text in texts if match(pattern, text))
             raise UnknownMesh(f"{why}; {INSTEAD}", line)
+    if _is_mixed(found.document, mesh):
+        raise UnknownMesh(f"the setting that decides on this mesh has several values; {INSTEAD}")
     given = {
         axis: size
         for axis, one in found.settings.items()
