@@ -44,6 +44,7 @@ _CONFIG = re.compile(
     r"(?:.*\.)?(?:config(?:_name|_path|_dir|_file)?|yaml_cfg|(?:model_)?recipe(?:_name)?)"
 )
 _REFERENCE = re.compile(r"\$\{([\w.]*)\}")
+_COMMENT = re.compile(r"(?:^|(?<=\s))#.*", re.M)
 _MAX_PARTS = 16  # of a path
 # Options of a model, as slime and miles pass them.
 _MODEL = re.compile(r"\$\{?\w*MODEL_ARGS(?:\[[@*]\])?\}?")
@@ -121,7 +122,13 @@ class Document:
     commands: Set[int] = frozenset()
     # Words for options from elsewhere, such as "$@", and their lines
     elsewhere: Mapping[str, int] = field(default_factory=dict)
-    _known: dict[str, bool] = field(default_factory=dict)  # whether a pattern matches
+    # Whether a pattern matches
+    _known: dict[str, bool] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def code(self) -> str:
+        """The text without its comments."""
+        return _COMMENT.sub("", self.text)
 
     @cached_property
     def texts(self) -> list[str]:
@@ -143,19 +150,21 @@ class Document:
     @cached_property
     def references(self) -> set[str]:
         """The last parts of the names in ``${...}``, joined by dots."""
-        found = (one[1].split(".")[-_MAX_PARTS:] for one in _REFERENCE.finditer(self.text))
+        found = (one[1].split(".")[-_MAX_PARTS:] for one in _REFERENCE.finditer(self.code))
         return {".".join(parts[i:]) for parts in found for i in range(len(parts))}
 
 
 def find_framework(document: Document) -> Framework | None:
     """The first framework of the table that reads the document."""
     paths = [one.path for one in document.settings]
+    # Comments of a configuration name its program, and those of a script may name another one.
+    text = document.code if document.kind == "command" else document.text
     for framework in FRAMEWORKS:
         if (
             document.kind in framework.kinds
             and any(match(framework.mark, path) for path in paths)
             and not any(match(framework.without, path) for path in paths)
-            and (not framework.word or re.search(framework.word, document.text, re.M))
+            and (not framework.word or re.search(framework.word, text, re.M))
         ):
             return framework
     return None
@@ -554,7 +563,7 @@ def _read_use(
             sequence_parallel = (flag[2] == "true") != bool(flag[1])
     program = framework.program
     if program == "unknown":
-        program = find_program_of_text(document.text)
+        program = find_program_of_text(document.code)
     return sharded, sequence_parallel, program
 
 
@@ -754,7 +763,7 @@ def check_unread(
     mesh of the framework reads, or by another configuration in place of the defaults.
     """
     document, framework, mesh = found.document, found.framework, found.mesh
-    merges = "<<" in document.text
+    merges = "<<" in document.code
     for one, is_inside, near in _list_unread(document, framework, mesh):
         if near:
             raise UnknownMesh(f"{one.key} is not a key of this program{near}", one.line)
