@@ -185,6 +185,8 @@ def _count_ranks(document: Document, framework: Framework) -> JobFile:
             given[one.path] = several
     for path, value in given.items():
         key = framework.launch[path]
+        if isinstance(value, str) and re.fullmatch(r"[0-9]{1,8}", value):
+            value = int(value)  # in quotes
         if is_whole(value) and 1 <= value <= 1 << 24:
             found[key] = int(value)
             stated.add(key)
