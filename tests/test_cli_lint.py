@@ -50,12 +50,6 @@ DOORS = {
     "titan.sh": "run_train.sh --parallelism.data_parallel_shard_degree 8 "
     "--parallelism.tensor_parallel_degree 2\n",
     "strings.py": "import os\nos.system('train --dp_shard_size 8 --tp_size 2')\n",
-    "axolotl.yaml": "base_model: a\ndp_replicate_size: 1\ndp_shard_size: 8\ntensor_parallel_size: 2\n",
-    "accelerate.yaml": "parallelism_config: {dp_shard_size: 8, tp_size: 2}\n",
-    "nanotron.yaml": "parallelism: {dp: 8, pp: 1, tp: 2, pp_engine: 1f1b}\n",
-    "torchtune.yaml": "data_parallel_shard_dim: 8\ntensor_parallel_dim: 2\n",
-    "automodel.yaml": "recipe: x\ndistributed: {strategy: fsdp2, dp_size: 8, tp_size: 2}\n",
-    "veomni.yaml": "train: {accelerator: {dp_replicate_size: 2, dp_shard_size: 8}}\n",
     "lightning.py": "ModelParallelStrategy(data_parallel_size=8, tensor_parallel_size=2)\n",
     "plain.sh": "torchrun x.py --dp 8 --tp 2\n",
     "mesh.py": TRAIN.replace("DP, 5, 1", "DP, 2, 1"),

@@ -138,12 +138,6 @@ cannot be written
         )
 
 
-def test_degrees_that_are_references_are_followed() -> None:
-    text = REFERENCE.replace("${oc.env:PP}", "1")
-    (job,) = read_jobs("config.yaml", text).jobs
-    assert job.layout == Layout.of(pp=1, dp=2, tp=4)
-
-
 def test_yaml_is_read_by_the_plain_installation() -> None:
     # The action and the hook of pre-commit install nothing else.
     with (Path(__file__).parents[1] / "pyproject.toml").open("rb") as file:
@@ -175,19 +169,6 @@ def test_json_has_the_place_of_each_of_two_equal_keys() -> None:
 def test_values_are_named_as_the_file_has_them() -> None:
     data = "recipe: x\ndistributed: {strategy: fsdp2, dp_size: 5, dp_replicate_size: 2}\n"
     assert "a.yaml:2: 5 ranks of dp_size are not a multiple" in refusal("a.yaml", data)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.yaml", "parallel: [1, 2]\ntp: 8\n"),
-        ("a.json", '{"fsdp": "full_shard", "tp_plan": null}'),
-        ("a.yaml", "&a parallel: *a\n"),
-        ("a.yaml", "a: {tensor_parallel_size: 1}\n"),
-    ],
-)
-def test_document_without_degrees_of_a_framework_has_no_jobs(name: str, text: str) -> None:
-    assert not read_jobs(name, text).jobs
 
 
 def test_anchors_are_bounded() -> None:

@@ -64,28 +64,6 @@ run.sh:2 (dp=2, tp=8) replicate model: ddp
 """,
         )
 
-    def test_order_of_axes_is_reversed(self) -> None:
-        """Innermost first in Megatron-LM, outermost first in a layout."""
-        sizes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
-        found = "".join(
-            arguments(f"{sizes} {more}", 16)
-            for more in (
-                "--context-parallel-size 2",
-                "--use-tp-pp-dp-mapping",
-                "--order tp-dp-pp",
-                "--order pp-tp-cp-ep-dp",
-            )
-        )
-        self.assertExpectedInline(
-            found,
-            """\
---tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-par... (pp=2, dp=2, cp=2, tp=2) apart replicate replicate model: ddp, flattened dp+cp
---tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-tp-pp-d... (dp=4, pp=2, tp=2) replicate apart model: ddp
---tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --order tp-dp-pp (pp=2, dp=4, tp=2) apart replicate model: ddp
---tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --order pp-tp... (dp=4, tp=2, pp=2) replicate model apart: ddp
-""",
-        )
-
     def test_sharding_options_set_the_roles(self) -> None:
         sizes = "--tensor-model-parallel-size 2 --context-parallel-size 2"
         found = "".join(
@@ -159,10 +137,6 @@ cannot be written
     def test_unknown_size_is_skipped_with_reason(self) -> None:
         texts = (
             "--tensor-model-parallel-size 8",
-            "--tensor-model-parallel-size $TP --world-size 8",
-            "--tensor-model-parallel-size",
-            "--tensor-model-parallel-size eight",
-            "--tensor-model-parallel-size 4 --tensor-model-parallel-size 2 --world-size 8",
             "TP=2\nTP=4\n--tensor-model-parallel-size $TP --world-size 8",
             "A=$B\nB=$A\n--tensor-model-parallel-size $A --world-size 8",
             "--tensor-model-parallel-size $((8 / 3)) --world-size 8",
@@ -173,10 +147,6 @@ cannot be written
             found,
             """\
 run.sh:1: not judged: the size of dp depends on the number of ranks, which is unknown; pass --world-size, or --hosts and --node-size
-run.sh:1: not judged: --tensor-model-parallel-size $TP has no single value in this file; give the mesh with --mesh
-run.sh:1: not judged: --tensor-model-parallel-size has no value; pass an integer after it
-run.sh:1: not judged: --tensor-model-parallel-size eight is not an integer; give the mesh with --mesh
-run.sh:1: not judged: --tensor-model-parallel-size is 2 here and --tensor-model-parallel-size was 4 before; give the mesh with --mesh
 run.sh:3: not judged: --tensor-model-parallel-size $TP has no single value in this file; give the mesh with --mesh
 run.sh:3: not judged: --tensor-model-parallel-size $A has no single value in this file; give the mesh with --mesh
 run.sh:1: not judged: --tensor-model-parallel-size $((8 / 3)) has no single value in this file; give the mesh with --mesh
@@ -204,20 +174,6 @@ MP111: run.sh:1: an order names tp, cp, ep, dp and pp once each, innermost first
 MP111: run.sh:1: 40 ranks are not a multiple of ep 7 x etp 4 = 28; use sizes whose product divides the ranks
 """,
         )
-
-
-def test_hosts_and_ranks_are_read_from_the_launcher() -> None:
-    found = read_jobs("run.sh", SCRIPT)
-    assert (found.hosts, found.ranks_per_host) == (5, 8)
-    found = read_arguments(["--tensor-model-parallel-size", "2", "--world-size", "16"])
-    assert (found.hosts, found.ranks_per_host) == (None, None)
-    assert found.jobs[0].layout == Layout.of(dp=8, tp=2)
-
-
-def test_source_is_the_first_line_of_the_command() -> None:
-    """A comment that is to ignore a finding cannot stand inside a command of several lines."""
-    assert read_jobs("run.sh", ONE_COMMAND).jobs[0].source.line == 1
-    assert read_jobs("run.sh", SCRIPT).jobs[0].source.line == 10
 
 
 def test_variable_with_equal_values_is_replaced_at_its_use() -> None:

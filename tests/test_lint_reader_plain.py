@@ -175,11 +175,6 @@ def test_constants_of_a_sourced_file_are_followed(tmp_path: Path) -> None:
         assert "no single value" in found.skipped[0].why
 
 
-def test_words_of_another_language_are_no_branches() -> None:
-    (job,) = read_jobs("run.sh", "python <<END\nif x:\n  y\nelse:\n  z\nEND\nserve --tp 4").jobs
-    assert job.layout.sizes == (4,)
-
-
 def test_too_long_script_is_refused() -> None:
     assert "longer than 256 thousand" in refusal("run.sh", "--tp 8 " * (MAX_CHARACTERS // 7 + 1))
     assert refusal("run.sh", "--tp 8 " * (MAX_CHARACTERS // 7)) == ""

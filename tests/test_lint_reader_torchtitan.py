@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from expecttest import TestCase
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshplan.layout import Layout
-from meshplan.lint._job import JobFile
 from meshplan.lint._read_jobs import RankOptions, read_jobs
 from tests.lint_inputs import changed_lines, damaged_texts, format_jobs, refusal
 
@@ -62,18 +60,6 @@ job.toml:1 (dp_replicate=2, dp_shard=8, tp=2) replicate shard model: fsdp2
 job.toml:1 (dp_replicate=2, efsdp=2, ep=4, etp=2) replicate shard experts model: fsdp2
 job.toml:1 (dp_shard=2, tp=8) shard model: fsdp2, sequence parallel
 job.toml:1 (pp=2, dp_shard=20) apart shard: fsdp2
-""",
-        )
-
-    def test_unknown_world_size_is_skipped(self) -> None:
-        found = format_jobs(read_jobs("job.toml", OLD)) + format_jobs(
-            read_jobs("job.toml", "[parallelism]\n")
-        )
-        self.assertExpectedInline(
-            found,
-            """\
-job.toml:1: not judged: the size of dp_shard depends on the number of ranks, which is unknown; pass --world-size, or --hosts and --node-size
-job.toml:1: not judged: the size of dp_shard depends on the number of ranks, which is unknown; pass --world-size, or --hosts and --node-size
 """,
         )
 
@@ -177,11 +163,6 @@ def test_permuted_ranks_have_no_rewrite() -> None:
     assert job.rewrite is not None
     ranks = [1, 0, *range(2, 32)]
     assert job.rewrite(Layout.of(ranks, dp_replicate=2, dp_shard=8, tp=2)) is None
-
-
-@pytest.mark.parametrize("text", ["[tool]\nx = 1\n", "[training]\nsteps = 5\n", ""])
-def test_other_toml_has_no_mesh(text: str) -> None:
-    assert read_jobs("other.toml", text) == JobFile()
 
 
 @given(damaged_texts(JAGGED + OLD + EXPERTS) | st.text(max_size=200))
