@@ -47,8 +47,6 @@ DOORS = {
     "titan.py": "ParallelismConfig(data_parallel_shard_degree=8, tensor_parallel_degree=2)\n",
     "changed.py": "p = ParallelismConfig()\np.data_parallel_replicate_degree = 2\n"
     "p.data_parallel_shard_degree = 8\n",
-    "titan.sh": "run_train.sh --parallelism.data_parallel_shard_degree 8 "
-    "--parallelism.tensor_parallel_degree 2\n",
     "strings.py": "import os\nos.system('train --dp_shard_size 8 --tp_size 2')\n",
     "lightning.py": "ModelParallelStrategy(data_parallel_size=8, tensor_parallel_size=2)\n",
     "plain.sh": "torchrun x.py --dp 8 --tp 2\n",

