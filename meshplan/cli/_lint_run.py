@@ -453,11 +453,6 @@ def _prefer_file(
         if key in stated and value not in (None, getattr(file, key))
     ]
     several = len(placement.files) > 1
-    if listed in others and several:
-        raise TopologyError(
-            f"the {one.kind} has {file.hosts} hosts, and {listed} has {hosts}; pass numbers whose "
-            f"sum is {file.hosts}, or correct the {one.kind}"
-        )
     size = options.world_size or (hosts * node_size if hosts and node_size else None)
     ranks = file.world_size if "world_size" in stated else options.count_ranks(file)
     if ranks is None and not options.world_size:
@@ -477,33 +472,32 @@ def _prefer_file(
         }
     if sizes and not others:
         others.append(f"{size} ranks" if size else sized)
-    if sizes and "hosts" in stated and node_size:
-        raise TopologyError(
-            f"{file.hosts} hosts of {node_size} GPUs have {ranks} ranks, and the {one.kind} has "
-            f"sizes of {max(sizes)}; pass another --node-size, or correct the {one.kind}"
-        )
     per_host = file.ranks_per_host if "ranks_per_host" in stated else node_size
-    why = ""
-    if others:
-        words = {
-            "hosts": "hosts",
-            "ranks_per_host": "ranks on each host",
-            "world_size": "ranks",
-        }
-        own = [f"{getattr(file, key)} {word}" for key, word in words.items() if key in stated]
-        own += [f"sizes of {join_names([str(n) for n in sorted(sizes)])} ranks"] if sizes else []
-        has = "have" if one.kind == "arguments" else "has"
-        why = (
-            f"the {one.kind} {has} {join_names(own)}, but the options have "
-            f"{join_names(list(dict.fromkeys(others)))}; the numbers of the {one.kind} are used"
-        )
-        known = () if per_host and not several else placement.hosts
-        if "hosts" in stated and file.hosts is not None and not several:
-            known = (file.hosts,)
-        placement = replace(placement, hosts=known, node_size=per_host or None)
-    elif per_host and len(placement.hosts) == 1:
-        placement = replace(placement, node_size=per_host)
-    return placement if placement != Inputs() else None, why
+    if not others:
+        if per_host and len(placement.hosts) == 1:
+            placement = replace(placement, node_size=per_host)
+        return placement if placement != Inputs() else None, ""
+    words = {
+        "hosts": "hosts",
+        "ranks_per_host": "ranks on each host",
+        "world_size": "ranks",
+    }
+    own = [f"{getattr(file, key)} {word}" for key, word in words.items() if key in stated]
+    own += [f"sizes of {join_names([str(n) for n in sorted(sizes)])} ranks"] if sizes else []
+    has = "have" if one.kind == "arguments" else "has"
+    others = list(dict.fromkeys(others))
+    why = f"the {one.kind} {has} {join_names(own)}, but the options have {join_names(others)}"
+    known = () if per_host and not several else placement.hosts
+    if "hosts" in stated:
+        # Its hosts may be of several descriptions, or have other ranks than the sizes need.
+        if (several and listed in others) or (sizes and node_size):
+            raise TopologyError(f"{why}; correct one of them")
+        known = placement.hosts if several or file.hosts is None else (file.hosts,)
+    placement = replace(placement, hosts=known, node_size=per_host or None)
+    return (
+        placement if placement != Inputs() else None,
+        f"{why}; the numbers of the {one.kind} are used",
+    )
 
 
 def _find_cluster(
