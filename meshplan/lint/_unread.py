@@ -81,7 +81,7 @@ _ALLOCATION = re.compile(
     r"\b(?:allocation_mode|backend)\b[\"']?[ \t]*(?::[ \t]*str[ \t]*)?[=:][ \t]*f?[\"']?"
     r"[\w.:+|()-]{0,200}?(?<=[.:+|(\d])[acdept](?:[2-9]|\d\d|[{$])[\w.:+|(){}$-]{0,200}"
 )
-_COMMENT = re.compile(r"(?m)(?:^|(?<=\s))#[^\n]*")
+COMMENT = re.compile(r"(?m)(?:^|(?<=\s))#[^\n]*")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _JOB = re.compile(r"parallel|mesh_shape|world_size|num_gpus|num_nodes|n_gpus|nnodes|num_processes")
 _HYBRID = re.compile(r"\b_?HYBRID_SHARD(?:_ZERO2)?\b")
@@ -98,7 +98,7 @@ def find_unread_in_text(name: str, text: str) -> Skipped | None:
     """The first degree of parallelism in a text of any format; ``None`` if it has none."""
     if "\0" in text:
         return Skipped(Source(name), f"the file is not text; {INSTEAD}")
-    bare = _COMMENT.sub(lambda comment: " " * len(comment[0]), text)
+    bare = COMMENT.sub(lambda comment: " " * len(comment[0]), text)
     # The vocabulary of a tokenizer has all short words.
     is_vocabulary = name.endswith(".json") and not _JOB.search(text)
     pairs = [*_PAIR.finditer(bare)]

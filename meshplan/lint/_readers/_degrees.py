@@ -31,7 +31,7 @@ from meshplan.lint._readers._numbers import (
 )
 from meshplan.lint._roles import Role, find_role
 from meshplan.lint._spec import make_layout
-from meshplan.lint._unread import is_size, suggest_degree, suggest_key
+from meshplan.lint._unread import COMMENT, is_size, suggest_degree, suggest_key
 
 _BASE = re.compile(
     r"(?:defaults|_base_|base_config|base_configs|extends|inherits?_from|toml_files)(?:\.|$)"
@@ -44,7 +44,6 @@ _CONFIG = re.compile(
     r"(?:.*\.)?(?:config(?:_name|_path|_dir|_file)?|yaml_cfg|(?:model_)?recipe(?:_name)?)"
 )
 _REFERENCE = re.compile(r"\$\{([\w.]*)\}")
-_COMMENT = re.compile(r"(?:^|(?<=\s))#.*", re.M)
 _MAX_PARTS = 16  # of a path
 # Options of a model, as slime and miles pass them.
 _MODEL = re.compile(r"\$\{?\w*MODEL_ARGS(?:\[[@*]\])?\}?")
@@ -128,7 +127,7 @@ class Document:
     @cached_property
     def code(self) -> str:
         """The text without its comments."""
-        return _COMMENT.sub("", self.text)
+        return COMMENT.sub("", self.text)
 
     @cached_property
     def texts(self) -> list[str]:

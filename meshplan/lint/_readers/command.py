@@ -594,7 +594,10 @@ def read_command(name: str, text: str) -> Document:
                 commands.add(line)
             if script.is_conditional(option.start):
                 conditional.setdefault(path, []).append(len(settings) - 1)
-            ends[settings[-1]] = _find_end(option, text)
+            # The end of an option that has its value on the same line
+            word = option.value
+            is_near = word and "\n" not in text[option.start : word.start]
+            ends[settings[-1]] = word.end if word and is_near else None
     if not launch:
         launch = _read_environment(script)
     _doubt_conditional(settings, conditional)
@@ -640,13 +643,6 @@ def _doubt_conditional(settings: list[Setting], conditional: Mapping[str, list[i
         if not others and is_whole(one.value):
             why = f"{one.key} depends on a condition; {INSTEAD}"
             settings[at] = one._replace(value=Computed(why))
-
-
-def _find_end(option: Option, text: str) -> int | None:
-    """The end of an option that has its value on the same line."""
-    if option.value is None or "\n" in text[option.start : option.value.start]:
-        return None
-    return option.value.end
 
 
 def _read_value(script: Script, option: Option, path: str) -> object:
