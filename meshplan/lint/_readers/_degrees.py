@@ -119,6 +119,8 @@ class Document:
     launch: Mapping[str, int] = field(default_factory=dict)
     # Lines of settings in a command itself, not in a variable that it uses
     commands: Set[int] = frozenset()
+    # Lines of settings under a launcher of trainers, as far as these can be told apart
+    trained: Set[int] = frozenset()
     # Words for options from elsewhere, such as "$@", and their lines
     elsewhere: Mapping[str, int] = field(default_factory=dict)
     # Whether a pattern matches
@@ -464,6 +466,9 @@ def _make_jobs(
             texts = zip(found.document.settings, found.document.texts, strict=True)
             line = next(one.line for one, text in texts if match(pattern, text))
             raise UnknownMesh(f"{why}; {INSTEAD}", line)
+    for one in found.settings.values() if mesh.roles.get("dp") == "apart" and mesh.is_part else ():
+        if one.line in found.document.trained and "vllm" not in one.path:
+            raise UnknownMesh(f"{one.key} may be an option of a trainer; {INSTEAD}", one.line)
     if _is_mixed(found.document, mesh):
         raise UnknownMesh(f"the setting that decides on this mesh has several values; {INSTEAD}")
     given = {

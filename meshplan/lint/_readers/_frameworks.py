@@ -610,8 +610,7 @@ _SERVING = replace(
     ),
     kinds=frozenset({"command"}),
     classes=frozenset(),
-    # Under these launchers it is the option of a trainer.
-    word=r"--vllm|\A(?![\s\S]*\b(?:torchrun|torch\.distributed|deepspeed|accelerate launch)\b)",
+    word="",
 )
 
 # OpenRLHF, openrlhf/utils/deepspeed/deepspeed.py, DeepspeedStrategy.setup_distributed: (dp, sp,

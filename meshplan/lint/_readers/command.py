@@ -561,6 +561,9 @@ _FLAG = re.compile(r"(?:.*\.)?(?:use_\w+|(?:no_|enable_)?(?:enable_)?sequence_pa
 _SOURCE = re.compile(r"^[ \t]*(?:source|\.)[ \t]+[\"']?(?:\$\{?\w+\}?/|\./)?([\w./-]+)", re.M)
 # A converter's degrees are those of another job's checkpoint.
 _CONVERTER = re.compile(r"(?:convert|merge)\w*+\.py\b")
+_TRAINER = re.compile(
+    r"(?<![\w-])(?:torchrun|deepspeed|torch\.distributed\.\w+|accelerate[\s\"',]+launch)(?![\w.-])"
+)
 # They change the meaning of a launcher's options.
 _LAUNCH_WORDS = ("deepspeed", "srun", "#SBATCH")
 _MAX_SOURCED = 1 << 16
@@ -576,7 +579,12 @@ def read_command(name: str, text: str) -> Document:
     launch: dict[str, set[int]] = {}
     conditional: dict[str, list[int]] = {}
     commands: set[int] = set()
+    trained: set[int] = set()
+    trains = bool(_TRAINER.search(_COMMENT.sub("", text)))
+    # Their lists of words have a line for each.
+    is_listed = name.endswith((".py", ".yaml", ".yml", ".json"))
     for command, options in script.list_commands():
+        own = trains and (is_listed or bool(_TRAINER.search(_COMMENT.sub("", command))))
         is_converter = _CONVERTER.search(command)
         words = {one for one in _LAUNCH_WORDS if one in command}
         for option in options:
@@ -590,8 +598,9 @@ def read_command(name: str, text: str) -> Document:
             value = _read_value(script, option, path)
             line = script.find_line(option.start)
             settings.append(Setting(path, value, line, option.text))
-            if not script.is_value(option.start):
-                commands.add(line)
+            is_value = script.is_value(option.start)
+            commands.update([] if is_value else [line])
+            trained.update([line] if (trains if is_value else own) else [])
             if script.is_conditional(option.start):
                 conditional.setdefault(path, []).append(len(settings) - 1)
             # The end of an option that has its value on the same line
@@ -632,6 +641,7 @@ def read_command(name: str, text: str) -> Document:
         insert,
         _count_ranks(launch),
         commands,
+        trained,
         script.list_elsewhere(),
     )
 
