@@ -9,7 +9,7 @@ from meshplan.layout import Layout
 from meshplan.lint._facts import JobFacts
 from meshplan.lint._finding import Finding, Source
 from meshplan.lint._job import Job
-from meshplan.lint._rules import RULES
+from meshplan.lint._rules._rule import RULES
 from meshplan.topology import Cluster, Topology
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from meshplan.lint._finding import Finding, Fix, LintInput, LintReport, Source
-from meshplan.lint._rules import RULES
+from meshplan.lint._rules._rule import RULES
 
 PLAIN = LintReport(
     findings=(

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshplan.lint._rules import RULES, format_rule_page
+from meshplan.lint._rules._rule import RULES, format_rule_page
 from tests.cli import meshplan
 from tests.pages import ROOT, blocks
 from tests.test_read_cluster import matrix

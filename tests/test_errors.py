@@ -6,7 +6,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from meshplan import errors
-from meshplan.lint._rules import ERRORS
+from meshplan.lint._rules._rule import ERRORS
 
 CLASSES = [
     value

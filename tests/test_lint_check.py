@@ -8,7 +8,7 @@ from expecttest import TestCase
 
 from meshplan.lint._facts import JobFacts, check_facts, sort_findings
 from meshplan.lint._finding import Finding, Source
-from meshplan.lint._rules import RULES
+from meshplan.lint._rules._rule import RULES
 from meshplan.topology import Cluster, Inputs, Note, Topology, read_cluster
 from meshplan.topology._model import SourcedNote
 from tests.jobs import format_findings, job, layout

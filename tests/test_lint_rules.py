@@ -11,8 +11,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from meshplan.errors import PolicyError
-from meshplan.lint._rules import ERRORS, RULES, find_code, format_rule_page
-from meshplan.lint._rules._rule import register
+from meshplan.lint._rules._rule import ERRORS, RULES, find_code, format_rule_page, register
 from tests.cli import meshplan
 from tests.refusals import refusal
 
@@ -117,7 +116,7 @@ MP402: no rule or error '\\u2028'; meshplan rule --all lists all""",
 
 def test_rules_load_without_torch() -> None:
     ask = (
-        "import sys; from meshplan.lint._rules import RULES, format_rule_page; "
+        "import sys; from meshplan.lint._rules._rule import RULES, format_rule_page; "
         "from meshplan.lint._reporters import render; format_rule_page('MP101'); "
         "print('torch' in sys.modules)"
     )

@@ -15,7 +15,7 @@ from hypothesis import given
 
 from meshplan.lint._finding import Finding, LintReport, Source
 from meshplan.lint._reporters import render
-from meshplan.lint._rules import RULES
+from meshplan.lint._rules._rule import RULES
 from tests.cli import meshplan
 from tests.reports import EMPTY, HOSTILE, PLAIN, REPORTS
 

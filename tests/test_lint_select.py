@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshplan.errors import PolicyError
-from meshplan.lint._rules import RULES
+from meshplan.lint._rules._rule import RULES
 from meshplan.lint._select import Selection
 from tests.refusals import refusal
 

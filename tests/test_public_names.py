@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import meshplan
-from meshplan.lint._rules import ERRORS
+from meshplan.lint._rules._rule import ERRORS
 from tests.pages import ROOT, blocks
 
 # Modules that have an `__all__`: their public names.

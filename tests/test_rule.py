@@ -10,7 +10,7 @@ from expecttest import TestCase
 
 from meshplan.cli._rule import explain_rules
 from meshplan.errors import PolicyError
-from meshplan.lint._rules import ERRORS, RULES, format_rule_page
+from meshplan.lint._rules._rule import ERRORS, RULES, format_rule_page
 from tests.refusals import refusal
 
 

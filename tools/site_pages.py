@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from mkdocs.structure.files import File, Files
 
 from meshplan.lint._roles import AXIS_NAMES
-from meshplan.lint._rules import ERRORS, RULES, format_rule_page
+from meshplan.lint._rules._rule import ERRORS, RULES, format_rule_page
 from tools import site_cost
 
 ROOT = Path(__file__).parents[1]

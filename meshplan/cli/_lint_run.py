@@ -61,7 +61,7 @@ from meshplan.lint._roles import (
     Role,
     assume_roles,
 )
-from meshplan.lint._rules import RULES, list_codes_needing
+from meshplan.lint._rules._rule import RULES, list_codes_needing
 from meshplan.lint._rules.cluster import CONTRADICTION, NOT_JUDGED
 from meshplan.lint._select import Selection, remove_ignored
 from meshplan.lint._settings import Settings

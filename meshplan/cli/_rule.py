@@ -9,7 +9,7 @@ from typing import Any
 
 from meshplan.cli._options import add_output, add_verb
 from meshplan.errors import PolicyError
-from meshplan.lint._rules import ERRORS, RULES, find_code, format_rule_page
+from meshplan.lint._rules._rule import ERRORS, RULES, find_code, format_rule_page
 
 
 def add(verbs: Any) -> None:

@@ -24,7 +24,7 @@ from meshplan.lint._reductions import (
     find_islands,
     list_reductions,
 )
-from meshplan.lint._rules import RULES, Rule
+from meshplan.lint._rules._rule import RULES, Rule
 from meshplan.lint._rules.environment import NcclEnvironment, NcclVersion
 from meshplan.planner import (
     Algorithm,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from meshplan.errors import PolicyError
 from meshplan.lint._finding import Finding, Source
 from meshplan.lint._programs import find_fix, is_reached
-from meshplan.lint._rules import ERRORS, RULES, find_near_codes
+from meshplan.lint._rules._rule import ERRORS, RULES, find_near_codes
 from meshplan.lint._rules.cluster import UNUSED_IGNORE
 
 

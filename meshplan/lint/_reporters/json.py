@@ -26,7 +26,7 @@ from meshplan.lint._reporters.text import (
     format_source,
     make_relative,
 )
-from meshplan.lint._rules import RULES, format_rule_page
+from meshplan.lint._rules._rule import RULES, format_rule_page
 
 _SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
