@@ -56,8 +56,9 @@ def _report_jagged(rule: Rule, facts: JobFacts, jagged: JaggedReduction) -> Find
     if jagged.islands:
         details.append("the same on nodes; the order inside a node of several domains is unknown")
     else:
+        channel = f" of channel {hazard.channel}" if hazard.channel else ""
         details += [
-            f"{_name_channel(hazard)}, ranks {format_first(one.ranks)} "
+            f"{hazard.algorithm}{channel}, ranks {format_first(one.ranks)} "
             f"{_format_signature(one.signature)}: {elide(one.expression)}"
             for one in hazard.examples
         ]
@@ -145,15 +146,6 @@ def _explain_agreement(facts: JobFacts, axes: tuple[int, ...]) -> str:
     if all(facts.job.roles[i] == "model" for i in axes):
         return "no two of the groups add the same activations"
     return "no two groups that add the same values must agree"
-
-
-def _name_channel(hazard: Hazard) -> str:
-    """``tree``, or ``tree of channel 3``."""
-    return (
-        f"{hazard.algorithm} of channel {hazard.channel}"
-        if hazard.channel
-        else f"{hazard.algorithm}"
-    )
 
 
 def _list_examples(hazard: Hazard) -> list[dict[str, Any]]:
