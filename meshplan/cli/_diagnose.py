@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -140,18 +141,10 @@ def _describe(one: Any) -> list[str]:
 
 
 def _to_json(one: Any) -> dict[str, Any]:
-    return {
-        "axes": one.axes,
-        "groups": one.groups,
-        "missing": one.missing,
-        "orders": one.orders,
-        "unread": one.unread,
-        "examples": {
-            algorithm: {"channel": channel, "additions": texts}
-            for algorithm, (channel, *texts) in one.examples.items()
-        },
-        "differ": one.differ,
+    examples = {
+        name: {"channel": at, "additions": texts} for name, (at, *texts) in one.examples.items()
     }
+    return {**asdict(one), "examples": examples, "differ": one.differ}
 
 
 def add_topo(verbs: Any) -> None:

@@ -11,23 +11,8 @@ from typing import TYPE_CHECKING, Any
 from meshplan.errors import MeshplanError, PolicyError, TopologyError
 
 if TYPE_CHECKING:
-    from meshplan.topology import Cluster, Inputs, Links, Reading
+    from meshplan.topology import Cluster, Inputs, Reading
 
-Steps = tuple[tuple[str, ...], ...]
-"""The axes of each reduction of a sequence."""
-_DTYPES = {
-    "float32": ("f32", "fp32", "float"),
-    "bfloat16": ("bf16",),
-    "float16": ("f16", "fp16", "half"),
-    "float64": ("f64", "fp64", "double"),
-    "int8": ("i8",),
-    "int16": ("i16", "short"),
-    "int32": ("i32", "int"),
-    "int64": ("i64", "long"),
-    "uint8": ("u8",),
-}
-_COMMA = re.compile(r",(?![^()]*\))")
-_PLACEMENT = re.compile(r"[A-Z](\([a-z0-9]{1,8}\))?")
 _TOPOLOGY = "a file in a format that meshplan topo reads, or - for standard input; repeat it "
 _TOPOLOGY += "for heterogeneous hosts"
 _HOSTS = "number of hosts; or a list such as 8,8,4: the ranks of each host, or with several "
@@ -168,21 +153,6 @@ def require_cluster(cluster: Cluster | None) -> Cluster:
     return cluster
 
 
-def add_links(parser: Any) -> None:
-    text = "latencies and bandwidths in JSON from meshplan links, or - for standard input "
-    text += "(default: data-sheet figures; with simulate --cost those of --gpu)"
-    add_texts(parser, ("--links", "FILE", text))
-
-
-def read_links(given: argparse.Namespace) -> Links | None:
-    if given.links is None:
-        return None
-    from meshplan.topology import Links
-    from meshplan.topology._files import read_content
-
-    return Links.loads(read_content(given.links))
-
-
 def read_number(
     text: str,
     option: str,
@@ -193,43 +163,6 @@ def read_number(
     if re.fullmatch(r"[0-9]{1,10}", text.strip()) and least <= int(text) <= 10**9:
         return int(text)
     raise error(f"{option}: use an integer from {least} to {10**9}, got {quote(text)}")
-
-
-def read_dtype(text: str) -> str:
-    """The name of a dtype from its full or short form, e.g. ``bf16``, ``torch.float32``."""
-    short = text.strip().lower().removeprefix("torch.")
-    for name, others in _DTYPES.items():
-        if short == name or short in others:
-            return name
-    raise PolicyError(f"--dtype: use one of {', '.join(_DTYPES)}, got {quote(text)}")
-
-
-def read_placements(text: str, option: str) -> list[str]:
-    items = [item.strip() for item in _COMMA.split(text)]
-    for item in items:
-        if not _PLACEMENT.fullmatch(item):
-            raise PolicyError(
-                f"{option}: use R, S(0), P or P(avg) for each axis, such as {option} P,R, "
-                f"got {quote(item)}"
-            )
-    return items
-
-
-def read_steps(text: str) -> Steps:
-    """The axes of each reduction in ``tp,ddp+fsdp``, as of ``--reduce-order``."""
-    steps = tuple(tuple(axis.strip() for axis in step.split("+")) for step in text.split(","))
-    for axis in (axis for step in steps for axis in step):
-        if not re.fullmatch("[A-Za-z0-9_]{1,64}", axis):
-            raise PolicyError(
-                "--reduce-order: use axes of the mesh, such as --reduce-order ddp,fsdp, or "
-                f"--reduce-order ddp+fsdp at once, got {quote(axis)}"
-            )
-    return steps
-
-
-def format_steps(steps: Steps) -> str:
-    """``tp, ddp+fsdp``."""
-    return ", ".join(map("+".join, steps))
 
 
 def quote(text: str) -> str:

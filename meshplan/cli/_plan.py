@@ -18,8 +18,6 @@ from meshplan import planner
 from meshplan._dtypes import itemsize
 from meshplan.cli._options import (
     REPEATED,
-    Steps,
-    add_links,
     add_mesh,
     add_output,
     add_placement,
@@ -27,15 +25,10 @@ from meshplan.cli._options import (
     add_texts,
     add_verb,
     find_cluster,
-    format_steps,
     list_placement_options,
     quote,
-    read_dtype,
     read_inputs,
-    read_links,
     read_number,
-    read_placements,
-    read_steps,
     require_cluster,
 )
 from meshplan.cli._output import format_table, track
@@ -44,8 +37,23 @@ from meshplan.errors import PolicyError, TopologyError
 if TYPE_CHECKING:
     from meshplan.layout import Layout
     from meshplan.planner import Algorithm, Plan, Prediction, Problem
-    from meshplan.topology import Topology
+    from meshplan.topology import Links, Topology
 
+Steps = tuple[tuple[str, ...], ...]
+"""The axes of each reduction of a sequence."""
+_DTYPES = {
+    "float32": ("f32", "fp32", "float"),
+    "bfloat16": ("bf16",),
+    "float16": ("f16", "fp16", "half"),
+    "float64": ("f64", "fp64", "double"),
+    "int8": ("i8",),
+    "int16": ("i16", "short"),
+    "int32": ("i32", "int"),
+    "int64": ("i64", "long"),
+    "uint8": ("u8",),
+}
+_COMMA = re.compile(r",(?![^()]*\))")
+_PLACEMENT = re.compile(r"[A-Z](\([a-z0-9]{1,8}\))?")
 _NEEDED = {
     "mesh": "--mesh ddp=8,fsdp=5",
     "src": "--from P,P",
@@ -93,6 +101,12 @@ def add(verbs: Any) -> None:
     add_placement(parser)
     what = "also show the rejected plans, and why they were rejected"
     add_switches(add_output(parser), ("--explain", what))
+
+
+def add_links(parser: Any) -> None:
+    text = "latencies and bandwidths in JSON from meshplan links, or - for standard input "
+    text += "(default: data-sheet figures; with simulate --cost those of --gpu)"
+    add_texts(parser, ("--links", "FILE", text))
 
 
 def list_plain_steps(problem: Problem) -> list[tuple[int, ...]]:
@@ -184,6 +198,52 @@ def _read_problem(given: argparse.Namespace) -> Problem:
         shape=None if given.shape is None else _read_shape(given.shape),
         topology=topology,
     )
+
+
+def read_links(given: argparse.Namespace) -> Links | None:
+    if given.links is None:
+        return None
+    from meshplan.topology import Links
+    from meshplan.topology._files import read_content
+
+    return Links.loads(read_content(given.links))
+
+
+def read_dtype(text: str) -> str:
+    """The name of a dtype from its full or short form, e.g. ``bf16``, ``torch.float32``."""
+    short = text.strip().lower().removeprefix("torch.")
+    for name, others in _DTYPES.items():
+        if short == name or short in others:
+            return name
+    raise PolicyError(f"--dtype: use one of {', '.join(_DTYPES)}, got {quote(text)}")
+
+
+def read_placements(text: str, option: str) -> list[str]:
+    items = [item.strip() for item in _COMMA.split(text)]
+    for item in items:
+        if not _PLACEMENT.fullmatch(item):
+            raise PolicyError(
+                f"{option}: use R, S(0), P or P(avg) for each axis, such as {option} P,R, "
+                f"got {quote(item)}"
+            )
+    return items
+
+
+def read_steps(text: str) -> Steps:
+    """The axes of each reduction in ``tp,ddp+fsdp``, as of ``--reduce-order``."""
+    steps = tuple(tuple(axis.strip() for axis in step.split("+")) for step in text.split(","))
+    for axis in (axis for step in steps for axis in step):
+        if not re.fullmatch("[A-Za-z0-9_]{1,64}", axis):
+            raise PolicyError(
+                "--reduce-order: use axes of the mesh, such as --reduce-order ddp,fsdp, or "
+                f"--reduce-order ddp+fsdp at once, got {quote(axis)}"
+            )
+    return steps
+
+
+def format_steps(steps: Steps) -> str:
+    """``tp, ddp+fsdp``."""
+    return ", ".join(map("+".join, steps))
 
 
 def _read_shape(text: str) -> tuple[int, ...]:
