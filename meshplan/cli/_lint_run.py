@@ -444,14 +444,15 @@ def _prefer_file(
     hosts, node_size = count_hosts(placement)
     listed = f"--hosts {','.join(map(str, placement.hosts))}"
     sized = f"--node-size {placement.node_size}" if placement.node_size else listed
-    others = [
-        option
-        for option, key, value in (
-            (listed, "hosts", hosts),
-            (sized, "ranks_per_host", node_size),
-        )
-        if key in stated and value not in (None, getattr(file, key))
-    ]
+    own, others = [], []
+    for key, words, number, option in (
+        ("hosts", "hosts", hosts, listed),
+        ("ranks_per_host", "ranks on each host", node_size, sized),
+        ("world_size", "ranks", None, ""),
+    ):
+        if key in stated:
+            own.append(f"{getattr(file, key)} {words}")
+            others += [option] * (number not in (None, getattr(file, key)))
     several = len(placement.files) > 1
     size = options.world_size or (hosts * node_size if hosts and node_size else None)
     ranks = file.world_size if "world_size" in stated else options.count_ranks(file)
@@ -459,45 +460,33 @@ def _prefer_file(
         ranks = size  # of a configuration
     if not others and size not in (None, ranks):
         others.append(f"{size} ranks")
-    sizes: set[int] = set()
     # Hosts for a mesh of the user's own are compared with it where its ranks are placed.
     is_own = one.kind == "mesh" or file.settings is not None
+    sizes: set[int] = set()
     if ranks and "world_size" not in stated and not (is_own and placement.hosts):
         # An engine, or a mesh that Python makes, may have some ranks of its job.
-        sizes = {
-            count
-            for job in file.jobs
-            if (count := job.layout.highest_rank + 1) > ranks
-            or (count < ranks and job.has_all_ranks)
-        }
-    if sizes and not others:
-        others.append(f"{size} ranks" if size else sized)
+        counts = [(job.layout.highest_rank + 1, job.has_all_ranks) for job in file.jobs]
+        sizes = {n for n, is_whole in counts if n > ranks or (n < ranks and is_whole)}
+    if sizes:
+        own.append(f"sizes of {join_names([str(n) for n in sorted(sizes)])} ranks")
+        others = others or [f"{size} ranks" if size else sized]
     per_host = file.ranks_per_host if "ranks_per_host" in stated else node_size
-    if not others:
-        if per_host and len(placement.hosts) == 1:
-            placement = replace(placement, node_size=per_host)
-        return placement if placement != Inputs() else None, ""
-    words = {
-        "hosts": "hosts",
-        "ranks_per_host": "ranks on each host",
-        "world_size": "ranks",
-    }
-    own = [f"{getattr(file, key)} {word}" for key, word in words.items() if key in stated]
-    own += [f"sizes of {join_names([str(n) for n in sorted(sizes)])} ranks"] if sizes else []
-    has = "have" if one.kind == "arguments" else "has"
-    others = list(dict.fromkeys(others))
-    why = f"the {one.kind} {has} {join_names(own)}, but the options have {join_names(others)}"
-    known = () if per_host and not several else placement.hosts
-    if "hosts" in stated:
-        # Its hosts may be of several descriptions, or have other ranks than the sizes need.
-        if (several and listed in others) or (sizes and node_size):
-            raise TopologyError(f"{why}; correct one of them")
-        known = placement.hosts if several or file.hosts is None else (file.hosts,)
-    placement = replace(placement, hosts=known, node_size=per_host or None)
-    return (
-        placement if placement != Inputs() else None,
-        f"{why}; the numbers of the {one.kind} are used",
-    )
+    why = ""
+    if others:
+        has = "have" if one.kind == "arguments" else "has"
+        why = f"the {one.kind} {has} {join_names(own)}, but the options have "
+        why += join_names([*dict.fromkeys(others)])
+        known = () if per_host and not several else placement.hosts
+        if "hosts" in stated:
+            # Its hosts may be of several descriptions, or have other ranks than the sizes need.
+            if (several and listed in others) or (sizes and node_size):
+                raise TopologyError(f"{why}; correct one of them")
+            known = placement.hosts if several or file.hosts is None else (file.hosts,)
+        placement = replace(placement, hosts=known, node_size=per_host or None)
+        why += f"; the numbers of the {one.kind} are used"
+    elif per_host and len(placement.hosts) == 1:
+        placement = replace(placement, node_size=per_host)
+    return placement if placement != Inputs() else None, why
 
 
 def _find_cluster(
@@ -569,20 +558,13 @@ def _apply_options(job: Job, given: argparse.Namespace, roles: Mapping[str, Role
         )
     if given.sequence_parallel:
         changes["sequence_parallel"] = True
-    if changes and job.reread is not None:
-        changes["reread"] = partial(_reread, job, given, roles)
+    if changes and (read := job.reread):
+
+        def reread(layout: Layout) -> tuple[Job, ...] | None:
+            return tuple(_apply_options(one, given, roles) for one in read(layout) or ()) or None
+
+        changes["reread"] = reread
     return replace(job, **{"roles": job.given, **changes})
-
-
-def _reread(
-    job: Job,
-    given: argparse.Namespace,
-    roles: Mapping[str, Role],
-    layout: Layout,
-) -> tuple[Job, ...] | None:
-    assert job.reread is not None
-    found = job.reread(layout)
-    return None if found is None else tuple(_apply_options(one, given, roles) for one in found)
 
 
 def _read_axes(layout: Layout, text: str) -> tuple[str, ...]:
