@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshplan._message_text import shorten, suggest
@@ -41,32 +41,10 @@ class Settings:
     exclude: tuple[str, ...] = ()  # patterns of files and directories that are not linted
 
 
-SETTINGS_KEYS = tuple(field.name.replace("_", "-") for field in fields(Settings))
-
-
 def read_settings(table: Mapping[str, Any]) -> Settings:
     """Settings from a table with checked, hyphenated keys. Raises PolicyError."""
-    level = table.get("fail-level")
-    if level is not None and level not in SEVERITIES:
-        raise PolicyError(
-            f"fail-level must be one of {', '.join(SEVERITIES)}, got {_shorten(level)}"
-            f"{suggest(str(level), SEVERITIES)}"
-        )
-    return Settings(
-        select=_read_selectors("select", table),
-        ignore=_read_selectors("ignore", table),
-        extend_select=_read_selectors("extend-select", table),
-        fail_level=level,
-        topology=read_strings("topology", table.get("topology", [])),
-        hosts=_read_option("hosts", table.get("hosts", "")),
-        node_size=_read_size("node-size", table),
-        domain_size=_read_size("domain-size", table),
-        rank_order=_read_option("rank-order", table.get("rank-order", "")),
-        output_format=_read_option("output-format", table.get("output-format", "")),
-        roles=read_roles(table.get("roles", {})),
-        include=read_strings("include", table.get("include", [])),
-        exclude=read_strings("exclude", table.get("exclude", [])),
-    )
+    given = [(key, value) for key, value in table.items() if key in _READERS]
+    return Settings(**{key.replace("-", "_"): _READERS[key](key, value) for key, value in given})
 
 
 def read_roles(given: object) -> dict[str, Role]:
@@ -105,8 +83,18 @@ def read_strings(key: str, value: object) -> tuple[str, ...]:
     return tuple(items)
 
 
-def _read_selectors(key: str, table: Mapping[str, Any]) -> tuple[str, ...]:
-    found = read_strings(key, table.get(key, []))
+def _read_level(key: str, level: object) -> Severity:
+    for one in SEVERITIES:
+        if level == one:
+            return one
+    raise PolicyError(
+        f"{key} must be one of {', '.join(SEVERITIES)}, got {_shorten(level)}"
+        f"{suggest(str(level), SEVERITIES)}"
+    )
+
+
+def _read_selectors(key: str, value: object) -> tuple[str, ...]:
+    found = read_strings(key, value)
     for selector in found:
         if not _SELECTOR.fullmatch(selector):
             raise PolicyError(
@@ -116,9 +104,8 @@ def _read_selectors(key: str, table: Mapping[str, Any]) -> tuple[str, ...]:
     return found
 
 
-def _read_size(key: str, table: Mapping[str, Any]) -> int | None:
-    size = table.get(key)
-    if size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 1):
+def _read_size(key: str, size: object) -> int:
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 1:
         return size
     raise PolicyError(f"{key} must be a positive integer, got {_shorten(size)}")
 
@@ -134,3 +121,14 @@ def _read_option(key: str, value: object) -> str:
 
 def _shorten(value: object) -> str:
     return shorten(repr(value))
+
+
+_READERS: Mapping[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("select", "ignore", "extend-select"), _read_selectors),
+    "fail-level": _read_level,
+    **dict.fromkeys(("topology", "include", "exclude"), read_strings),
+    **dict.fromkeys(("hosts", "rank-order", "output-format"), _read_option),
+    **dict.fromkeys(("node-size", "domain-size"), _read_size),
+    "roles": lambda _, given: read_roles(given),
+}
+SETTINGS_KEYS = (*_READERS,)
