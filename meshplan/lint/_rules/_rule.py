@@ -43,15 +43,11 @@ class Rule:
         """The findings of its check."""
         return () if self.check is None else self.check(self, facts)
 
-    def make_finding(self, message: str, source: Source, **options: Any) -> Finding:
+    def make_finding(
+        self, message: str, source: Source, *, severity: Severity | None = None, **options: Any
+    ) -> Finding:
         """A finding of this rule; ``options`` are further attributes of `Finding`."""
-        return Finding(
-            self.code,
-            options.pop("severity", self.severity),
-            message,
-            source,
-            **options,
-        )
+        return Finding(self.code, severity or self.severity, message, source, **options)
 
     def make_mesh_finding(
         self,
@@ -67,7 +63,7 @@ class Rule:
             message,
             facts.job.source,
             subject=str(facts.layout),
-            severity=severity or self.severity,
+            severity=severity,
             details=details,
             fixes=fixes,
             data=data,
@@ -89,7 +85,7 @@ class Rule:
         return self.make_finding(
             f"{shown}{message}",
             Source(option=shown),
-            severity=severity or self.severity,
+            severity=severity,
             data={"variables": values, **data},
         )
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from meshplan._message_text import find_near, shorten
 from meshplan.errors import PolicyError
@@ -29,10 +29,7 @@ if TYPE_CHECKING:
     from meshplan.lint._job import Job
 
 NcclVersion = tuple[int, int, int]
-LISTS: tuple[Literal["NCCL_ALGO", "NCCL_PROTO"], ...] = (
-    "NCCL_ALGO",
-    "NCCL_PROTO",
-)
+LISTS = ("NCCL_ALGO", "NCCL_PROTO")
 # A number as strtoll parses it with base 0: the rest of the text is ignored.
 _NUMBER = re.compile(r"\s*([+-]?(?:0[xX][0-9a-fA-F]{1,15}|[0-9]{1,18}))")
 # Of plugins for networks, tuners and profilers, which have names of their own.
@@ -93,13 +90,6 @@ class NcclEnvironment:
         found = _NUMBER.match(self.values.get(name, ""))
         return found is not None and not self.values[name][found.end() :].strip()
 
-    def read_choice(self, name: Literal["NCCL_ALGO", "NCCL_PROTO"]) -> NcclChoice:
-        """The choices that the list allows; all if it is not set or unreadable."""
-        try:
-            return self._parse(name)
-        except PolicyError:
-            return parse_choice("", _list_elements(name))
-
     def format_variables(self, *names: str) -> str:
         """``NCCL_ALGO=ring`` for each that is set, shortened, on one line."""
         parts = []
@@ -109,40 +99,44 @@ class NcclEnvironment:
                 parts.append(f"{name}={shorten(value)}")
         return " and ".join(parts)
 
-    def _parse(self, name: str) -> NcclChoice:
-        return parse_choice(self.values.get(name, ""), _list_elements(name))
-
     @property
     def lists(self) -> tuple[str, ...]:
         """Those of ``NCCL_ALGO`` and ``NCCL_PROTO`` that are set."""
         return tuple(name for name in LISTS if name in self.values)
 
     @cached_property
-    def unread_lists(self) -> tuple[tuple[str, str], ...]:
-        """The lists that NCCL cannot read: the name of each, and why."""
+    def _read_lists(self) -> list[tuple[NcclChoice, str]]:
+        """The choices of each list, and why NCCL cannot read it; all choices if it cannot."""
         found = []
-        for name in LISTS:
+        for name, elements in zip(LISTS, (ALGORITHMS, PROTOCOLS), strict=True):
+            choice, why = parse_choice("", elements), ""
             try:
-                choice = self._parse(name)
+                choice = parse_choice(self.values.get(name, ""), elements)
             except PolicyError as error:
-                found.append((name, f" cannot be read: {error.args[0]}"))
-                continue
+                why = f" cannot be read: {error.args[0]}"
             if choice.per_collective and self.is_at_least(2, 24) is False:
-                message = (
+                why = (
                     f" is not valid for NCCL {self.version_text}: lists for single "
                     "collectives need NCCL 2.24; use one list for all collectives"
                 )
-                found.append((name, message))
-        return tuple(found)
+            found.append((choice, why))
+        return found
+
+    @property
+    def choices(self) -> tuple[NcclChoice, NcclChoice]:
+        """The algorithms and the protocols that the lists allow; all if one is not set."""
+        (algorithms, _), (protocols, _) = self._read_lists
+        return algorithms, protocols
+
+    @property
+    def unread_lists(self) -> dict[str, str]:
+        """The lists that NCCL cannot read, and why."""
+        return {name: why for name, (_, why) in zip(LISTS, self._read_lists, strict=True) if why}
 
     @property
     def lists_are_read(self) -> bool:
         """Whether a list is set, and NCCL can read those that are."""
         return bool(self.lists) and not self.unread_lists
-
-
-def _list_elements(name: str) -> tuple[str, ...]:
-    return ALGORITHMS if name == "NCCL_ALGO" else PROTOCOLS
 
 
 def find_near_variable(name: str) -> str | None:
@@ -175,8 +169,8 @@ _NUMBERS = (
     "NCCL_NTHREADS",
 )
 _SWITCHES = {
-    "NCCL_NVLS_ENABLE": frozenset({"NVLS", "NVLSTree"}),
-    "NCCL_COLLNET_ENABLE": frozenset({"CollNetDirect", "CollNetChain"}),
+    "NCCL_NVLS_ENABLE": {"NVLS", "NVLSTree"},
+    "NCCL_COLLNET_ENABLE": {"CollNetDirect", "CollNetChain"},
 }
 
 
@@ -240,7 +234,7 @@ def _replace_threads(threads: int) -> str:
     "NVLS may add in another order from run to run with this driver.",
 )
 def _check_nvls_driver(rule: Rule, nccl: NcclEnvironment) -> Iterator[Finding]:
-    algorithms, protocols = (nccl.read_choice(name) for name in LISTS)
+    algorithms, protocols = nccl.choices
     in_switch = any(
         list_allowed_algorithms(one, algorithms, protocols) & {"NVLS", "NVLSTree"}
         for one in ("AllReduce", "ReduceScatter")
@@ -286,7 +280,7 @@ def _check_nvls_driver(rule: Rule, nccl: NcclEnvironment) -> Iterator[Finding]:
 def _check_allreduce_only(rule: Rule, nccl: NcclEnvironment) -> Iterator[Finding]:
     if not nccl.lists_are_read:
         return
-    algorithms, protocols = (nccl.read_choice(name) for name in LISTS)
+    algorithms, protocols = nccl.choices
     unnamed = [one for one in COLLECTIVES if one not in algorithms.named]
     newer = nccl.is_at_least(2, 31)
     if not algorithms.named or not unnamed or newer is False:
@@ -326,7 +320,7 @@ def _describe_failure(collectives: Sequence[str], left: str = " left and") -> st
 def _check_reduce_scatter(rule: Rule, nccl: NcclEnvironment) -> Iterator[Finding]:
     if not nccl.lists_are_read:
         return
-    algorithms, protocols = (nccl.read_choice(name) for name in LISTS)
+    algorithms, protocols = nccl.choices
     if "AllReduce" not in algorithms.named or nccl.is_at_least(2, 24) is False:
         return
     fails = not list_allowed_algorithms("ReduceScatter", algorithms, protocols)
@@ -376,7 +370,7 @@ def _describe_scattered(job: Job) -> str:
     "Variables contradict each other.",
 )
 def _check_conflicts(rule: Rule, nccl: NcclEnvironment) -> Iterator[Finding]:
-    for name, message in nccl.unread_lists:
+    for name, message in nccl.unread_lists.items():
         yield rule.make_variable_finding(nccl, (name,), message)
     if nccl.lists_are_read:
         yield from _check_algorithms_left(rule, nccl)
@@ -388,7 +382,7 @@ def _check_algorithms_left(rule: Rule, nccl: NcclEnvironment) -> Iterator[Findin
     """Older versions fall back to Ring; newer ones fail."""
     if nccl.is_at_least(2, 24) is False:
         return
-    algorithms, protocols = (nccl.read_choice(name) for name in LISTS)
+    algorithms, protocols = nccl.choices
     left = [one for one in COLLECTIVES if not list_allowed_algorithms(one, algorithms, protocols)]
     if not left:
         return
@@ -402,7 +396,7 @@ def _check_algorithms_left(rule: Rule, nccl: NcclEnvironment) -> Iterator[Findin
 
 
 def _check_switches(rule: Rule, nccl: NcclEnvironment) -> Iterator[Finding]:
-    algorithms, protocols = (nccl.read_choice(name) for name in LISTS)
+    algorithms, protocols = nccl.choices
     for switch, gone in _SWITCHES.items():
         if nccl.read_number(switch) != 0 or not nccl.is_number(switch):
             continue
