@@ -322,10 +322,6 @@ class LintRequest:
     def jobs(self) -> list[tuple[Job, Cluster]]:
         return [job for one in self.inputs for job in one.jobs]
 
-    @property
-    def skipped(self) -> list[Skipped]:
-        return [two for one in self.inputs if not one.is_found for two in one.file.skipped]
-
     def read_topology(self, name: str) -> Reading:
         """The reading of a cluster description, cached: standard input can be read once only."""
         if name not in self.topologies:

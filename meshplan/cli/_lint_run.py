@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from meshplan._message_text import suggest
 from meshplan._needs_torch import import_with_torch
@@ -106,7 +106,7 @@ def run_lint(given: argparse.Namespace) -> int:
     if given.write and is_first:
         run, edits, titles = _fix(given, reader, run)
         for edit in edits:
-            _write_edit(edit)
+            edit.write()
             complain(f"meshplan: {Source(edit.file)}: changed; {'; '.join(titles[edit.file])}\n")
     if is_first:
         for error in {str(error): error for error in run.errors}.values():
@@ -119,8 +119,9 @@ def run_lint(given: argparse.Namespace) -> int:
         if given.fix and not given.write:
             _write_diffs(given, reader, run)
         else:
-            text = render(run.report, output_format, color=_wants_color(given))
-            _write(given, text)
+            is_shown = given.output_file is None and sys.stdout is not None  # None if it is closed
+            color = is_shown and wants_color(sys.stdout, os.environ)
+            _write(given, render(run.report, output_format, color=color))
     return run.find_status(exit_zero=given.exit_zero)
 
 
@@ -196,15 +197,13 @@ def _report(
         driver=driver,
         jobs=[one.job for one in facts],
     )
-    found += [
-        NOT_JUDGED.make_finding(f"not judged: {skipped.why}", skipped.source)
-        for skipped in request.skipped
-    ]
-    found += [
-        CONTRADICTION.make_finding(one.contradiction, Source(one.name))
-        for one in request.inputs
-        if one.contradiction and not one.is_found
-    ]
+    for one in (one for one in request.inputs if not one.is_found):
+        found += [
+            NOT_JUDGED.make_finding(f"not judged: {two.why}", two.source)
+            for two in one.file.skipped
+        ]
+        if one.contradiction:
+            found.append(CONTRADICTION.make_finding(one.contradiction, Source(one.name)))
     kept, ignored, unused = remove_ignored(found, request.reader.comments)
     wanted = [
         finding
@@ -247,11 +246,6 @@ def _describe_unlisted(request: LintRequest) -> str:
     return f"{count} file{'s' * (count > 1)} not judged ({remedy})" if count else ""
 
 
-def _wants_color(given: argparse.Namespace) -> bool:
-    stream: TextIO | None = sys.stdout  # None if it is closed
-    return given.output_file is None and stream is not None and wants_color(stream, os.environ)
-
-
 def _write(given: argparse.Namespace, text: str) -> None:
     if given.output_file is not None:
         save(given.output_file, text)
@@ -278,25 +272,6 @@ def _write_diffs(given: argparse.Namespace, reader: FileReader, run: _Run) -> No
         given,
         "".join(make_diff(one.file, one.before, one.after) for one in edits),
     )
-
-
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-def _write_edit(edit: Edit) -> None:
-    """Change a file. Raises PolicyError if it is unreadable, or was changed since it was read."""
-    path = Path(edit.file)
-    try:
-        content = path.read_bytes()
-        mark = _BYTE_ORDER_MARK if content.startswith(_BYTE_ORDER_MARK) else b""
-        if content != mark + edit.before.encode():
-            raise PolicyError(
-                f"{edit.file}: not written, because it is not the UTF-8 text that was linted; "
-                "run the command again, or convert the file"
-            )
-        path.write_bytes(mark + edit.after.encode())
-    except OSError as error:
-        raise PolicyError(f"{edit.file}: cannot be written: {error.strerror}") from error
 
 
 # The placement of the jobs of each input, and with that its state.
@@ -577,8 +552,10 @@ def list_states(request: LintRequest, fatal: Set[str]) -> tuple[LintInput, ...]:
     """
     judged = [(one, _judge_jobs(one, fatal)) for one in request.inputs]
     found = [state for one, state in judged if state.state == "judged" or not one.is_found]
-    if request.unused is not None:
-        found.append(_judge_settings(request.unused))
+    if (config := request.unused) is not None:
+        why = "read for its settings only"
+        why += "; pass it as a FILE to judge its meshes" * bool(config.file.jobs)
+        found.append(LintInput(config.name, "settings", "no mesh", (why,)))
     # Slurm's blocks have no GPUs; they place ranks together with the node list of a job.
     joined = all(cluster.topology.domains is not None for _, cluster in request.jobs)
     found += [
@@ -638,13 +615,6 @@ def _explain_tray(job: Job, cluster: Cluster, fatal: Set[str]) -> str:
         f"racks of {_RACK} GPUs {join_names(sorted(fatal & {*then}))} applies; pass --domain-size "
         f"{_RACK}, or --domain-size {_TRAY} if NVLink joins the GPUs of a host only"
     )
-
-
-def _judge_settings(one: NamedInput) -> LintInput:
-    why = "read for its settings only"
-    if one.file.jobs:
-        why += "; pass it as a FILE to judge its meshes"
-    return LintInput(one.name, "settings", "no mesh", (why,))
 
 
 def _judge_topology(name: str, reading: Reading, has_jobs: bool, joined: bool) -> LintInput:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+from meshplan.errors import PolicyError
 from meshplan.lint._programs import Program
 
 Severity = Literal["info", "warning", "error"]
@@ -37,6 +40,21 @@ class Edit:
     file: str
     before: str = field(repr=False)
     after: str = field(repr=False)
+
+    def write(self) -> None:
+        """Raises PolicyError if the file is unreadable, or was changed since it was read."""
+        path = Path(self.file)
+        try:
+            content = path.read_bytes()
+            mark = BOM_UTF8 if content.startswith(BOM_UTF8) else b""
+            if content != mark + self.before.encode():
+                raise PolicyError(
+                    f"{self.file}: not written, because it is not the UTF-8 text that was linted; "
+                    "run the command again, or convert the file"
+                )
+            path.write_bytes(mark + self.after.encode())
+        except OSError as error:
+            raise PolicyError(f"{self.file}: cannot be written: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,7 @@ class _Search:
 
     def _is_better(self, layout: Layout) -> bool:
         """Whether this mesh is clean, also in its file, and no layer's groups span more domains."""
-        roles = dict(zip(self.layout.axes, self.job.roles, strict=True))
+        roles = self.job.role_of
         return (
             _is_clean(move_job(self.job, layout), self.topology)
             and all(
@@ -230,7 +230,7 @@ class _Search:
 
 def move_job(job: Job, layout: Layout) -> Job:
     """The same job on another mesh; roles go with their axes."""
-    roles = dict(zip(job.layout.axes, job.roles, strict=True))
+    roles = job.role_of
     return replace(
         job,
         layout=layout,

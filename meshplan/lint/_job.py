@@ -52,6 +52,11 @@ class Job:
         object.__setattr__(self, "given", given)
         object.__setattr__(self, "roles", resolve_roles(axes, given, self.framework))
 
+    @property
+    def role_of(self) -> dict[str, Role]:
+        """The role of each axis, by name."""
+        return dict(zip(self.layout.axes, self.roles, strict=True))
+
     def find_unknown_axes(self) -> tuple[str, ...]:
         """The axes without a role, if roles matter: groups along one axis have no siblings."""
         sizes = self.layout.sizes

@@ -124,5 +124,5 @@ def count_domains(layout: Layout, topology: Topology) -> dict[str, int]:
 
 def weigh_domains(job: Job, spread: dict[str, int]) -> tuple[int, ...]:
     """The extra domains of the groups by role, the most traffic first."""
-    roles = dict(zip(job.layout.axes, job.roles, strict=True))
+    roles = job.role_of
     return tuple(sum(n - 1 for a, n in spread.items() if roles[a] == role) for role in _BY_TRAFFIC)

@@ -149,16 +149,12 @@ def _check_rewrite(job: Job, index: int, read: _Read, name: str, world_size: int
             again = read(name, text, world_size=world_size).jobs
         except MeshplanError:
             return None
-        same = index < len(again) and _drop_short_axes(again[index].layout) == _drop_short_axes(
-            layout
-        )
-        # FSDP2 goes by position: in another order the axes would change their roles.
-        roles = dict(zip(job.layout.axes, job.roles, strict=True))
-        same = same and all(
-            role == roles.get(axis, role)
-            for axis, role in zip(again[index].layout.axes, again[index].roles, strict=True)
-        )
-        return (text, (again[index], *again[:index], *again[index + 1 :])) if same else None
+        for one in again[index : index + 1]:
+            # FSDP2 goes by position: in another order the axes would change their roles.
+            keeps = all(one.role_of.get(axis, role) == role for axis, role in job.role_of.items())
+            if keeps and _drop_short_axes(one.layout) == _drop_short_axes(layout):
+                return text, (one, *again[:index], *again[index + 1 :])
+        return None
 
     def rewrite(layout: Layout) -> str | None:
         found = rewrite_and_reread(layout)

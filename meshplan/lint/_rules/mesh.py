@@ -238,7 +238,7 @@ def _find_better_order(rule: Rule, facts: JobFacts, now: dict[str, int]) -> Layo
     job = facts.job
     kept = [
         axis
-        for axis, role in zip(job.layout.axes, job.roles, strict=True)
+        for axis, role in job.role_of.items()
         if role in ("model", "experts", "shard") and axis in now
     ]
     weight = weigh_domains(job, now)
@@ -445,7 +445,7 @@ def _check_crossing(rule: Rule, facts: JobFacts) -> Iterator[Finding]:
     per_host = Counter(hosts)
     if capacity <= max(per_host.values()):
         return  # a group that crosses hosts of their own needs another size
-    for i, (axis, role) in enumerate(zip(layout.axes, facts.job.roles, strict=True)):
+    for i, (axis, role) in enumerate(facts.job.role_of.items()):
         # A group is spread over this many consecutive ranks.
         span = math.prod(layout.sizes[i:])
         if role not in ("model", "experts") or layout.sizes[i] == 1 or span > capacity:
