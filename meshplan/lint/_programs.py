@@ -9,7 +9,7 @@ program, and is judged before it is offered.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -172,7 +172,7 @@ def format_fix_list() -> str:
     return "\n".join(f"    * {', '.join(of)}: {action}" for action, of in names.items())
 
 
-def find_program_of_modules(modules: frozenset[str], *, torch_reduces: bool) -> Program:
+def find_program_of_modules(modules: Set[str], *, torch_reduces: bool) -> Program:
     """The program of Python that imports these top-level modules. It is unknown if torch reduces
     and another library is imported: either may reduce along a mesh.
     """

@@ -91,7 +91,7 @@ _LINE = re.compile(
     r"[ \t]*[=:][ \t]*(?P<size>\d{1,9})\b",
     re.M,
 )
-_MAKERS = frozenset({"initialize_model_parallel", "new_subgroups", "split_group"})
+_MAKERS = {"initialize_model_parallel", "new_subgroups", "split_group"}
 
 
 def find_unread_in_text(name: str, text: str) -> Skipped | None:
@@ -176,7 +176,7 @@ def find_unread_in_python(name: str, text: str) -> Skipped | None:
     return None
 
 
-_OLMO = frozenset({"degree", "num_replicas", "shard_degree"})
+_OLMO = {"degree", "num_replicas", "shard_degree"}
 _WANTED = _MAKERS | {
     "hybrid_shard",
     "hybrid_shard_zero2",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -63,8 +63,6 @@ from meshplan.lint._readers._values import (
 _MAX_STEPS, _MAX_NESTING, _MAX_CALLS = 60_000, 60, 8
 _MAX_UNROLLED, _MAX_ITEMS = 16, 1024
 _LOCAL_SIZE = "LOCAL_WORLD_SIZE"
-# A copy of all names takes as long as a step for this many.
-_NAMES_PER_STEP = 8
 
 
 class TooLong(Exception):
@@ -257,7 +255,7 @@ class Reader(PythonText):
         """Forget the values of the module's names, which a star or ``exec`` may bind again."""
         while scope.outer is not None:
             scope = scope.outer
-        self._count_steps(len(scope.names) // _NAMES_PER_STEP)
+        self._count_names(scope.names)
         forget_values(scope.names)
 
     def _read_branches(self, bodies: Sequence[Sequence[ast.stmt]], scope: Scope) -> bool:
@@ -267,7 +265,7 @@ class Reader(PythonText):
         left = False
         for body in bodies:
             scope.names = dict(before)
-            self._count_steps(len(before) // _NAMES_PER_STEP)
+            self._count_names(before)
             with self._under_condition():
                 ended = self._read_block(body, scope)
             if not ended:
@@ -293,7 +291,7 @@ class Reader(PythonText):
                     self._store(node.target, item, scope)
                 self._read_block(node.body, scope)
         scope.names |= join_names([before, {name: scope.names[name] for name in before}])
-        self._count_steps(len(before) // _NAMES_PER_STEP)
+        self._count_names(before)
         self._blur(node.body, scope)
         self._read_block(node.orelse, scope)
 
@@ -513,6 +511,10 @@ class Reader(PythonText):
             return self._read(node, scope)
         finally:
             self._nesting -= 1
+
+    def _count_names(self, names: Sized) -> None:
+        # A copy of all names takes as long as a step for this many.
+        self._count_steps(len(names) // 8)
 
     def _count_steps(self, count: int) -> None:
         self._steps += count
@@ -794,7 +796,7 @@ class Reader(PythonText):
             if keyword.arg is not None:
                 found.named[keyword.arg] = value
             elif is_dict(value) and value.fields is not None:
-                self._count_steps(len(value.fields) // _NAMES_PER_STEP)
+                self._count_names(value.fields)
                 found.named |= value.fields
             else:
                 found.is_complete = False
@@ -823,7 +825,7 @@ class Reader(PythonText):
         bound = [] if function.bound is None else [function.bound]
         positional = [*bound, *given.positional]
         every = [*names, *(one.arg for one in args.kwonlyargs)]
-        self._count_steps(len(every) // _NAMES_PER_STEP)
+        self._count_names(every)
         found: dict[str, Value] = {key: Record({}, None, key, moment=self.moment) for key in every}
         if not function.is_plain:
             # A decorator such as click.command takes arguments from elsewhere.
@@ -841,7 +843,7 @@ class Reader(PythonText):
 
     def _make(self, owner: Class, given: Arguments, node: ast.AST) -> Record:
         """An object of a class."""
-        self._count_steps(len(owner.scope.names) // _NAMES_PER_STEP)
+        self._count_names(owner.scope.names)
         found = Record({}, owner, moment=self.moment)
         owner.made.append(found)
         start = owner.find("__init__")

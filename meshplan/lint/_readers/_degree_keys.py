@@ -32,7 +32,7 @@ class Mesh:
     rest: str = ""  # the axis of the ranks that the others leave, if it is absent or -1
     fill: str = ""  # the same for the ranks that remain if ``rest`` has a size
     # Axes of which one has a key in the file; empty if the mark is enough
-    needs: frozenset[str] = frozenset()
+    needs: tuple[str, ...] = ()
     unless: str = ""  # regular expression of a setting with which the mesh does not exist
     when: str = ""  # the same of one that decides, with which it exists in spite of ``unless``
     # The same of a setting without which it is not judged, by regular expressions of its keys
@@ -74,9 +74,9 @@ class Framework:
     # ``hosts``, ``ranks_per_host`` or ``world_size`` of dotted keys
     launch: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, int] = field(default_factory=dict)
-    kinds: frozenset[Kind] = frozenset({"document", "command"})  # where its keys stand
+    kinds: tuple[Kind, ...] = ("document", "command")  # where its keys stand
     # Python's classes and functions that take the keys as arguments
-    classes: frozenset[str] = frozenset()
+    classes: tuple[str, ...] = ()
     # Regular expression of the configurations that have the defaults of ``meshes``. Any other one
     # that a file builds on may have replaced them.
     bases: str = ""

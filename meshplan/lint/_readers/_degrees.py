@@ -75,10 +75,8 @@ class Setting(NamedTuple):
 
 # AReaL's sglang:d4p1t2+fsdp:d8t2 and megatron:(attn:d1p6|ffn:d1p6e2).
 _ALLOCATION = re.compile(r"(?:.*\.)?(?:backend|allocation_mode)")
-_ENGINE = re.compile(
-    r"(sglang|vllm|fsdp|archon|megatron)(?:\[\w+\])?:"
-    r"\(?(?:attn:)?((?:[dptce]\d{1,6})+)(?:\|ffn:(\w+)\))?"
-)
+_BACKEND = r"(sglang|vllm|fsdp|archon|megatron)(?:\[\w+\])?:"
+_ENGINE = re.compile(_BACKEND + r"\(?(?:attn:)?((?:[dptce]\d{1,6})+)(?:\|ffn:(\w+)\))?")
 
 
 def split_allocations(settings: Iterable[Setting]) -> list[Setting]:
@@ -86,7 +84,7 @@ def split_allocations(settings: Iterable[Setting]) -> list[Setting]:
     found = [*settings]
     for one in settings:
         text = str(one.value) if _ALLOCATION.fullmatch(one.path) else ""
-        engine = re.search(r"(sglang|vllm|fsdp|archon|megatron)(?:\[\w+\])?:.*[{$]", text)
+        engine = re.search(_BACKEND + r".*[{$]", text)
         if engine or (re.search(r"[{$]", text) and one.path.endswith("allocation_mode")):
             why = Computed(f"{one.key} has a variable; {INSTEAD}")
             path = f"{one.path}.0.{engine[1] if engine else 'fsdp'}_engine.d"
@@ -132,20 +130,20 @@ class Document:
         return COMMENT.sub("", self.text)
 
     @cached_property
-    def texts(self) -> list[str]:
-        """Each setting as ``path=value`` in lower case."""
-        return [str(one) for one in self.settings]
+    def pairs(self) -> list[tuple[Setting, str]]:
+        """Each setting, and its text: ``path=value`` in lower case."""
+        return [(one, str(one)) for one in self.settings]
 
     def has(self, pattern: str) -> bool:
         """Whether a setting matches; all groups of a mesh ask for the same."""
         if pattern not in self._known:
-            self._known[pattern] = any(match(pattern, text) for text in self.texts)
+            self._known[pattern] = any(match(pattern, text) for _, text in self.pairs)
         return self._known[pattern]
 
     @cached_property
     def disabled(self) -> tuple[str, ...]:
         """Paths of disabled sections, with a dot."""
-        found = (re.fullmatch(r"(.*\.)enabled?=false", text) for text in self.texts)
+        found = (re.fullmatch(r"(.*\.)enabled?=false", text) for _, text in self.pairs)
         return tuple(one[1] for one in found if one)
 
     @cached_property
@@ -257,7 +255,7 @@ def _find_groups(
     for group in groups.values():
         if _is_reference(group, document, placed):
             continue
-        if not mesh.needs or mesh.needs & set(group):
+        if not mesh.needs or not group.keys().isdisjoint(mesh.needs):
             yield Degrees(framework, mesh, group, document)
 
 
@@ -266,10 +264,9 @@ def _is_mixed(document: Document, mesh: Mesh) -> bool:
     """Whether a setting that decides if there is this mesh has several values, in two commands or
     in two documents of a file.
     """
-    pairs = [*zip(document.settings, document.texts, strict=True)]
     for pattern in (mesh.unless, mesh.when):
-        paths = {one.path for one, text in pairs if match(pattern, text)}
-        if any(one.path in paths and not match(pattern, text) for one, text in pairs):
+        paths = {one.path for one, text in document.pairs if match(pattern, text)}
+        if any(one.path in paths and not match(pattern, text) for one, text in document.pairs):
             return True
     return False
 
@@ -456,52 +453,45 @@ def _make_jobs(
     """The mesh of the dense layers, and that of the experts if they are parallel. Raises
     UnknownMesh for a size that is not known, LayoutError for sizes that the framework would refuse.
     """
-    mesh = found.mesh
+    document, mesh, settings = found.document, found.mesh, found.settings
     for pattern, needed in mesh.only.items():
-        of_mesh = any(match(pattern, one.path) for one in found.settings.values())
-        if of_mesh and not found.document.has(needed):
+        of_mesh = any(match(pattern, one.path) for one in settings.values())
+        if of_mesh and not document.has(needed):
             raise UnknownMesh(f"no setting shows that the program makes this mesh; {INSTEAD}")
     for pattern, why in mesh.refused.items():
-        if found.document.has(pattern):
-            texts = zip(found.document.settings, found.document.texts, strict=True)
-            line = next(one.line for one, text in texts if match(pattern, text))
+        if document.has(pattern):
+            line = next(one.line for one, text in document.pairs if match(pattern, text))
             raise UnknownMesh(f"{why}; {INSTEAD}", line)
-    for one in found.settings.values() if mesh.roles.get("dp") == "apart" and mesh.is_part else ():
-        if one.line in found.document.trained and "vllm" not in one.path:
+    for one in settings.values() if mesh.roles.get("dp") == "apart" and mesh.is_part else ():
+        if one.line in document.trained and "vllm" not in one.path:
             raise UnknownMesh(f"{one.key} may be an option of a trainer; {INSTEAD}", one.line)
-    if _is_mixed(found.document, mesh):
+    if _is_mixed(document, mesh):
         raise UnknownMesh(f"the setting that decides on this mesh has several values; {INSTEAD}")
-    given = {
-        axis: size
-        for axis, one in found.settings.items()
-        if axis and (size := _read_size(one, mesh)) is not None
-    }
+    read = {axis: _read_size(one, mesh) for axis, one in settings.items() if axis}
+    given = {axis: size for axis, size in read.items() if size is not None}
     if "dp" in given and "dp" not in mesh.order:
         replicas = {"dp_replicate": given.get("dp_replicate", 1)}
-        ranks_of = f"ranks of {found.settings['dp'].key}"
+        ranks_of = f"ranks of {settings['dp'].key}"
         given.setdefault(mesh.rest, _divide(given["dp"], replicas, mesh.rest, ranks_of))
-    order, experts = _read_orders(found.document, mesh)
+    order, experts = _read_orders(document, mesh)
     # One data axis of any size has no siblings, and so no mesh to judge.
-    is_plain = found.document.kind == "document" and set(given.values()) <= {1}
-    per_host = found.document.has(mesh.per_host)
+    is_plain = document.kind == "document" and set(given.values()) <= {1}
+    per_host = document.has(mesh.per_host)
     if total is None and is_plain and (mesh.needs or not mesh.keys) and not per_host:
         return
     check_unread(found, order, given, total)
-    sizes = _fill_sizes(found, order, given, total, hosts)
-    ranks = math.prod(sizes.values())
+    dense = _fill_sizes(found, order, given, total, hosts)
     known = {*given, mesh.rest} - {""}
-    sharded, sequence_parallel, program = _read_use(found.document, found.framework, mesh)
+    sharded, sequence_parallel, program = _read_use(document, found.framework, mesh)
 
-    def make_job(axes: Sequence[str], sizes: Mapping[str, int], keep: Iterable[str]) -> Job:
+    def make_job(sizes: Mapping[str, int], keep: Iterable[str]) -> Job:
         # Megatron-LM's data axis has two parts if the optimizer's state has several instances.
-        names = {"dp": "dp_shard"} if sizes.get("dp_replicate", 1) > 1 and "dp" in axes else {}
-        shown = [axis for axis in axes if sizes[axis] > 1 or axis in keep]
-        labels = [names.get(axis, axis) for axis in shown]
-        flat = tuple(
-            names.get(axis, axis) for axis in shown if axis in mesh.flattened and sizes[axis] > 1
-        )
+        is_split = sizes.get("dp_replicate", 1) > 1
+        labels = {axis: "dp_shard" if is_split and axis == "dp" else axis for axis in sizes}
+        shown = [axis for axis, size in sizes.items() if size > 1 or axis in keep]
+        flat = tuple(labels[axis] for axis in shown if axis in mesh.flattened and sizes[axis] > 1)
         return Job(
-            layout=make_layout([sizes[axis] for axis in shown], labels),
+            layout=make_layout([sizes[axis] for axis in shown], [labels[axis] for axis in shown]),
             source=source,
             roles=tuple(_find_role(mesh, axis, sharded) for axis in shown),
             framework=mesh.reduction if sharded else "ddp",
@@ -509,24 +499,17 @@ def _make_jobs(
             has_all_ranks=not mesh.is_part,
             flattened=(flat,) if len(flat) > 1 else (),
             sequence_parallel=sequence_parallel and sizes.get("tp", 1) > 1,
-            rewrite=partial(
-                _rewrite,
-                found,
-                [names.get(axis, axis) for axis in axes],
-                sizes_of,
-            ),
+            rewrite=partial(_rewrite, found, [*labels.values()], dense),
         )
 
-    sizes_of: Mapping[str, int] = dict(sizes)
-    yield make_job(order, sizes, known)
+    yield make_job(dense, known)
     if given.get("ep", 1) <= 1 or not experts:
         return
-    inner = {axis: given.get(axis, sizes.get(axis, 1)) for axis in experts}
-    inner["etp"] = given.get("etp", sizes.get("tp", 1) if mesh.expert_tp else 1)
-    inner = {axis: inner[axis] for axis in experts}
+    every = {**dense, "etp": dense.get("tp", 1) if mesh.expert_tp else 1, **given}
+    inner = {axis: every.get(axis, 1) for axis in experts}
     left = next(axis for axis in experts if axis in ("edp", "efsdp", "ep_shard", "moe_tp"))
-    inner[left] = _divide(ranks, inner, left)
-    yield make_job(experts, inner, {*known, left})
+    inner[left] = _divide(math.prod(dense.values()), inner, left)
+    yield make_job(inner, {*known, left})
 
 
 def _fill_sizes(
@@ -551,7 +534,7 @@ def _fill_sizes(
         sizes[rest[0]] = _divide(total if len(rest) == 1 else None, sizes, rest[0])
     elif mesh.fill and mesh.fill not in given:
         sizes[mesh.fill] = _divide(total, sizes, mesh.fill)
-    return sizes
+    return {axis: sizes[axis] for axis in order}
 
 
 @lru_cache(maxsize=1)
@@ -564,7 +547,7 @@ def _read_use(
     sharded = mesh.is_sharded or document.has(mesh.sharded)
     sharded = sharded and not document.has(mesh.unsharded)
     sequence_parallel = mesh.sequence_parallel
-    for text in document.texts:
+    for _, text in document.pairs:
         if flag := re.fullmatch(r"(?:.*\.)?(no_)?(?:enable_)?sequence_parallel=(\w+)", text):
             sequence_parallel = (flag[2] == "true") != bool(flag[1])
     program = framework.program
@@ -608,14 +591,11 @@ def _read_orders(
     """The axes of the dense mesh and of the experts' mesh, outermost first."""
     given = ""
     for one in document.settings if mesh.orders else ():
-        for key, names in mesh.orders.items():
-            if one.path.rpartition(".")[2] == key and one.value not in (
-                False,
-                None,
-            ):
-                if isinstance(one.value, Computed):
-                    raise UnknownMesh(one.value.why, one.line)
-                given = names or str(one.value).lower()
+        names = mesh.orders.get(one.path.rpartition(".")[2])
+        if names is not None and one.value not in (False, None):
+            if isinstance(one.value, Computed):
+                raise UnknownMesh(one.value.why, one.line)
+            given = names or str(one.value).lower()
     if not given:
         return mesh.order, mesh.experts
     found = given.split("-")
@@ -667,7 +647,7 @@ def _rewrite(
     if sizes is None:
         return None
     mesh, given = found.mesh, found.settings
-    wanted = {axis: sizes[axis] for axis in sizes if axis in mesh.keys.values()}
+    wanted = {axis: size for axis, size in sizes.items() if axis in mesh.keys.values()}
     rest = given.get(mesh.rest)
     if mesh.rest and rest is not None and isinstance(rest.value, Whole):
         # The file sets the axis that the framework derives from ranks and other axes: check it.
@@ -679,8 +659,8 @@ def _rewrite(
             return None
         wanted[mesh.rest] = size
     edits: list[Edit] = []
-    places = [one for one in given.values() if isinstance(one.value, Whole)][::-1]
-    places.sort(key=lambda one: one.line, reverse=True)
+    places = [one for one in given.values() if isinstance(one.value, Whole)]
+    places = sorted(places, key=lambda one: one.line)[::-1]
     for axis, size in wanted.items():
         one = given.get(axis)
         if one is not None and isinstance(one.value, Whole):
@@ -694,7 +674,7 @@ def _rewrite(
             if edit is None or one is not None:
                 return None
             edits.append(edit)
-    return apply_edits(found.document.text, _join(edits))
+    return apply_edits(found.document.text, edits)
 
 
 def _find_key(mesh: Mesh, axis: str, like: Setting) -> str:
@@ -702,18 +682,6 @@ def _find_key(mesh: Mesh, axis: str, like: Setting) -> str:
     other = like.path.rpartition(".")[2]
     keys = [key for key, one in mesh.keys.items() if one == axis]
     return max(keys, key=lambda key: difflib.SequenceMatcher(None, key, other).ratio())
-
-
-def _join(edits: Sequence[Edit]) -> Iterator[Edit]:
-    """Several insertions at one place as one."""
-    added: dict[tuple[int, int], str] = {}
-    for edit in edits:
-        if edit.start < edit.end:
-            yield edit
-        else:
-            at = (edit.start, edit.end)
-            added[at] = added.get(at, "") + edit.new
-    yield from (Edit(*at, new) for at, new in added.items())
 
 
 _VERL = "actor_rollout_ref."

@@ -36,7 +36,7 @@ _MEGATRON_MESH = Mesh(
     r"|(?:.*\.)?zero1=true|.*optim\.name=(?:distributed_fused_adam|mcore_distributed_optim)",
     unsharded=r"(?:.*\.)?data_parallel_sharding_strategy=no_shard",
     is_sharded=False,
-    needs=frozenset({"tp", "pp", "ep", "dp_replicate"}),
+    needs=("tp", "pp", "ep", "dp_replicate"),
     refused={
         r"(?:.*\.)?encoder_(?:tensor|pipeline)_model_parallel_size=(?!0$|none|null).*": (
             "encoder and decoder have ranks of their own"
@@ -62,7 +62,7 @@ _MEGATRON = Framework(
     r"|num_distributed_optimizer_instances)",
     meshes=(_MEGATRON_MESH,),
     launch=_NEMO_LAUNCH,  # of Hydra's overrides
-    kinds=frozenset({"command"}),
+    kinds=("command",),
 )
 # ms-swift, swift/megatron/arguments/megatron_args.py: whole experts and a sharded optimizer by
 # default. Its jobs of Ray have a section for each part.
@@ -79,20 +79,21 @@ _SWIFT = replace(
     # Those of NeMo, which has a train_type too.
     without=r"(?:trainer|cluster)\..*",
     launch={"train.gpus": "world_size"},
-    kinds=frozenset({"document", "command"}),
+    kinds=("document", "command"),
     word=r"\bmegatron[ \t]+(?:sft|pt|rlhf|export)\b|\b(?:tuner|train)_type\b|split_dataset_ratio",
 )
+_DENSE = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # NeMo Automodel, nemo_automodel/components/distributed/mesh_utils.py, _create_fsdp2_device_mesh:
 # (pp, dp_replicate, dp_shard, cp, tp), and _create_moe_mesh: (ep_shard, ep) over all of them in a
 # stage. NeMo RL's DTensor workers call it: nemo_rl/models/automodel/setup.py, setup_distributed.
 # dp_size is dp_replicate times dp_shard.
 _AUTOMODEL_MESH = Mesh(
     keys={f"{axis}_size": axis for axis in ("pp", "dp_replicate", "dp", "cp", "tp", "ep")},
-    order=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+    order=_DENSE,
     section=r"(?P<part>)distributed",
     rest="dp_shard",
     experts=("pp", "ep_shard", "ep"),
-    needs=frozenset({"pp", "dp_replicate", "cp", "tp", "ep"}),
+    needs=("pp", "dp_replicate", "cp", "tp", "ep"),
     unless=r"distributed\.(?:strategy=ddp|_target_=.*ddpmanager)",
     refused={
         r"distributed\.(?:strategy=.*megatron.*|_target_=.*(?:megatronfsdp|nvfsdp).*)": (
@@ -105,7 +106,7 @@ _AUTOMODEL = Framework(
     program="nemo",
     mark=r"distributed\.(?:strategy|_target_|[a-z_]+_size)",
     meshes=(_AUTOMODEL_MESH,),
-    kinds=frozenset({"document"}),
+    kinds=("document",),
     word=r"nemo_automodel|recipe",
 )
 
@@ -132,7 +133,7 @@ _NEMO = Framework(
                 "expert_parallel_size": "ep",
             },
             section=r"(?P<part>.*\.dtensor_cfg)",
-            needs=frozenset({"tp", "cp"}),
+            needs=("tp", "cp"),
             refused=_NEMO_REFUSED,
         ),
         replace(
@@ -142,15 +143,15 @@ _NEMO = Framework(
         ),
     ),
     launch=_NEMO_LAUNCH,
-    kinds=frozenset({"document"}),
+    kinds=("document",),
 )
 # The recipes of both in Python shard the optimizer's state.
 _NEMO_RECIPES = replace(
     _NEMO,
     mark=_MEGATRON.mark,
     meshes=(replace(_MEGATRON_MESH, is_sharded=True),),
-    kinds=frozenset({"python"}),
-    classes=frozenset({"MegatronStrategy", "initialize_model_parallel", "ModelParallelConfig"}),
+    kinds=("python",),
+    classes=("MegatronStrategy", "initialize_model_parallel", "ModelParallelConfig"),
 )
 
 # torchtitan, torchtitan/distributed/parallel_dims.py, ParallelDims.build_mesh: the dense mesh is
@@ -169,9 +170,9 @@ _TITAN = Mesh(
         "expert_parallel_degree": "ep",
         "expert_tensor_parallel_degree": "etp",
         # Arguments of ParallelDims.
-        **{axis: axis for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")},
+        **{axis: axis for axis in (*_DENSE, "ep", "etp")},
     },
-    order=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+    order=_DENSE,
     section=r"(?:(?P<part>.*)\.)?(?:parallelism|training|experimental)|",
     rest="dp_shard",
     experts=("pp", "dp_replicate", "efsdp", "ep", "etp"),
@@ -184,8 +185,8 @@ _TORCHTITAN = Framework(
     # A Job of Kubernetes has its number of pods, Hydra's defaults name files, Cosmos-RL has sizes.
     without=r"api_version|defaults\..*|.*parallelism\.(?:dp_[a-z]+|[a-z]{2})_size",
     meshes=(_TITAN,),
-    kinds=frozenset({"document", "command", "python"}),
-    classes=frozenset({"ParallelismConfig", "ParallelDims"}),
+    kinds=("document", "command", "python"),
+    classes=("ParallelismConfig", "ParallelDims"),
 )
 
 # verl, verl/workers/fsdp_workers.py: create_device_mesh makes (fsdp), or (ddp, fsdp) if fsdp_size
@@ -195,6 +196,9 @@ _TORCHTITAN = Framework(
 # activations inside of the mesh of FSDP and has no gradients of its own. EasyR1 has worker and fsdp
 # in place of actor_rollout_ref and fsdp_config.
 _STRATEGY = "its strategy has a mesh that is not read"
+_VERL_REFUSED = {
+    r"(?:config_name|defaults\..*)=.*megatron.*": "its configuration is of Megatron",
+}
 _VERL_FSDP = Mesh(
     keys={"fsdp_size": "fsdp"},
     order=("ddp", "fsdp"),
@@ -210,20 +214,17 @@ _VERL_FSDP = Mesh(
     only={r"(?:worker\.)?critic\..*": r"algorithm\.adv_estimator=gae|critic\.enable=true"},
     refused={
         r"actor_rollout_ref\.actor\.strategy=(?!fsdp|megatron$).*": _STRATEGY,
-        r"(?:config_name|defaults\..*)=.*megatron.*": "its configuration is of Megatron",
+        **_VERL_REFUSED,
         r"(?:critic|reward_model)\.megatron\..*": "another part is of Megatron",
     },
 )
 _VERL_CRITIC = replace(
     _VERL_FSDP,
     section=r"(?P<part>critic(?:\.model)?|worker\.critic)(?:\.fsdp(?:_config)?)?",
-    needs=frozenset({"fsdp"}),
+    needs=("fsdp",),
     unless=r"critic\.(?:megatron\..*|strategy=megatron)",
     when=r"critic\.strategy=(?!megatron$).*",
-    refused={
-        r"critic\.strategy=(?!fsdp|megatron$).*": _STRATEGY,
-        r"(?:config_name|defaults\..*)=.*megatron.*": "its configuration is of Megatron",
-    },
+    refused={r"critic\.strategy=(?!fsdp|megatron$).*": _STRATEGY, **_VERL_REFUSED},
 )
 _VERL = Framework(
     program="verl",
@@ -252,7 +253,7 @@ _VERL = Framework(
             section=r"(?P<part>actor_rollout_ref|worker)\.rollout",
             rest="dp",
             roles={"dp": "apart"},
-            needs=frozenset({"tp"}),
+            needs=("tp",),
             refused={
                 r"actor_rollout_ref\.hybrid_engine=false|rollout\.nnodes=[1-9].*": (
                     "training and generation have ranks of their own"
@@ -284,7 +285,7 @@ _VERL_SFT = Framework(
 # packages/prime-rl-configs/src/prime_rl/configs/rl.py and sft.py, deployment.
 _PRIME_MESH = Mesh(
     keys={axis: axis for axis in ("pp", "dp_replicate", "cp", "tp", "ep")},
-    order=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+    order=_DENSE,
     section=r"(?P<part>)(?:trainer\.)?(?:model|parallel)",
     rest="dp_shard",
     experts=("pp", "dp_replicate", "efsdp", "ep"),
@@ -301,7 +302,7 @@ _PRIME = Framework(
         "deployment.num_train_gpus": "world_size",
     },
     defaults={"ranks_per_host": 8},
-    kinds=frozenset({"document"}),
+    kinds=("document",),
 )
 
 # accelerate, src/accelerate/parallelism_config.py, ParallelismConfig._get_mesh: (dp_replicate,
@@ -317,7 +318,7 @@ _ACCELERATE_MESH = Mesh(
     section=r"(?:(?P<part>.*)\.)?parallelism_config|",
     # DeepSpeed's Ulysses: sp exchanges activations, and gradients are reduced along all ranks.
     roles={"sp": "shard"},
-    needs=frozenset(_ACCELERATE_SIZES),
+    needs=_ACCELERATE_SIZES,
 )
 _ACCELERATE = Framework(
     program="accelerate",
@@ -325,8 +326,8 @@ _ACCELERATE = Framework(
     r"|dp_(?:replicate|shard)_size)",
     meshes=(_ACCELERATE_MESH,),
     launch={"num_machines": "hosts", "num_processes": "world_size"},
-    kinds=frozenset({"document", "command", "python"}),
-    classes=frozenset({"ParallelismConfig"}),
+    kinds=("document", "command", "python"),
+    classes=("ParallelismConfig",),
 )
 # accelerate's FSDP without degrees: torch's FSDP shards along all ranks, or along those of a host.
 _ACCELERATE_FSDP = Framework(
@@ -343,7 +344,7 @@ _ACCELERATE_FSDP = Framework(
         ),
     ),
     launch=_ACCELERATE.launch,
-    kinds=frozenset({"document"}),
+    kinds=("document",),
 )
 
 # axolotl, src/axolotl/utils/distributed.py, _get_parallel_config_kwargs, which fills in sizes and
@@ -364,10 +365,10 @@ _AXOLOTL = Framework(
             order=("dp_replicate", "dp_shard", "cp", "tp"),
             rest="dp_shard",
             fill="dp_replicate",
-            needs=frozenset({"dp_replicate", "dp_shard", "cp", "tp"}),
+            needs=("dp_replicate", "dp_shard", "cp", "tp"),
         ),
     ),
-    kinds=frozenset({"document"}),
+    kinds=("document",),
     word=r"base_model|datasets|sequence_len",
 )
 
@@ -415,7 +416,7 @@ _NEOX = Framework(
         ),
     ),
     launch={"global_num_gpus": "world_size"},
-    kinds=frozenset({"document"}),
+    kinds=("document",),
 )
 
 # nanotron, src/nanotron/parallel/context.py, ParallelContext._init_parallel_groups: (ep, pp, dp,
@@ -435,18 +436,18 @@ _NANOTRON = Framework(
             section="parallelism",
             sharded=r"optimizer\.zero_stage=1",
             is_sharded=False,
-            needs=frozenset({"dp", "pp", "tp"}),
+            needs=("dp", "pp", "tp"),
         ),
     ),
-    kinds=frozenset({"document"}),
+    kinds=("document",),
     word=r"(?:pp_engine|tp_mode|nanotron|tp_linear_async_communication)",
 )
 _NANOTRON_CLASS = replace(
     _NANOTRON,
     mark=r"dp|pp|tp",
     meshes=(replace(_NANOTRON.meshes[0], section=""),),
-    kinds=frozenset({"python"}),
-    classes=frozenset({"ParallelismArgs"}),
+    kinds=("python",),
+    classes=("ParallelismArgs",),
 )
 
 # torchtune, torchtune/training/_distributed.py, ParallelDims.build_mesh: (dp_replicate, dp_shard,
@@ -485,12 +486,12 @@ _LIGHTNING = Framework(
             section=r"(?P<part>.*)strategy\.init_args|",
             rest="data_parallel",
             roles={"data_parallel": "shard", "tensor_parallel": "model"},
-            needs=frozenset({"data_parallel", "tensor_parallel"}),
+            needs=("data_parallel", "tensor_parallel"),
         ),
     ),
     launch=_LIGHTNING_LAUNCH,
-    kinds=frozenset({"document", "python"}),
-    classes=frozenset({"ModelParallelStrategy"}),
+    kinds=("document", "python"),
+    classes=("ModelParallelStrategy",),
 )
 
 # vLLM, vllm/distributed/parallel_state.py, initialize_model_parallel: (dp, pp, pcp, tp). Data
@@ -521,7 +522,7 @@ _SERVING_MESH = Mesh(
     roles={"dp": "apart"},
     reduction="dtensor",
     flattened=(),
-    needs=frozenset({"dp", "pp", "tp"}),
+    needs=("dp", "pp", "tp"),
     refused={
         r"enable_dp_attention=true": "--enable-dp-attention has two meshes on the same ranks",
         r".*args\.\d+=--(?:tensor|pipeline|data)[_-]parallel[_-]size.*": (
@@ -535,17 +536,9 @@ _VLLM = Framework(
     r"(?:data|pipeline|tensor|prefill_context)_parallel_size"
     r"|tensor_parallel|tp|dp|pp|tp_size|dp_size|pp_size",
     meshes=(_SERVING_MESH,),
-    kinds=frozenset({"document", "command", "python"}),
+    kinds=("document", "command", "python"),
     # VLLM is LangChain's, and vLLM distilabel's.
-    classes=frozenset(
-        {
-            "LLM",
-            "VLLM",
-            "vLLM",
-            "EngineArgs",
-            "AsyncEngineArgs",
-        }
-    ),
+    classes=("LLM", "VLLM", "vLLM", "EngineArgs", "AsyncEngineArgs"),
     without=r"(?:fsdp|ddp|dp_shard|dp_replicate)(?:_size|_degree)?",
     word=r"\bvllm\b|\bmax[-_]model[-_]len\b|^tensor-parallel-size:|\bengine_(?:kw)?args\b",
 )
@@ -563,7 +556,7 @@ _SGLANG = replace(
             experts=("dp", "pp", "ep", "moe_tp"),
         ),
     ),
-    classes=frozenset({"Engine", "ServerArgs"}),
+    classes=("Engine", "ServerArgs"),
     # Its YAML has the options as keys.
     word=r"\b(?:sglang|sgl)\b|^model-path:|mem[-_]fraction[-_]static",
 )
@@ -588,8 +581,8 @@ _TRTLLM = replace(
             },
         ),
     ),
-    kinds=frozenset({"document", "command"}),
-    classes=frozenset(),
+    kinds=("document", "command"),
+    classes=(),
     mark=r"(?:(?:context|generation)_servers\.)?(?:tensor|pipeline)_parallel_size"
     r"|tp|pp|tp_size|pp_size",
     word=r"\btrtllm|tensorrt[-_]llm|moe_expert_parallel_size",
@@ -608,8 +601,8 @@ _SERVING = replace(
             },
         ),
     ),
-    kinds=frozenset({"command"}),
-    classes=frozenset(),
+    kinds=("command",),
+    classes=(),
     word="",
 )
 
@@ -629,7 +622,7 @@ _SEQUENCE_MESH = Mesh(
     rest="dp",
     roles={"dp": "shard", "sp": "shard"},
     flattened=("dp", "sp"),
-    needs=frozenset({"sp", "tp"}),
+    needs=("sp", "tp"),
 )
 _SEQUENCE = Framework(
     program="unknown",
@@ -645,7 +638,7 @@ _SEQUENCE = Framework(
             section=r"(?P<part>)(?:vllm)?",
             rest="dp",
             roles={"dp": "apart"},
-            needs=frozenset({"tp"}),
+            needs=("tp",),
             unless=r"vllm_mode=server",
         ),
     ),
@@ -653,7 +646,7 @@ _SEQUENCE = Framework(
         "actor.num_nodes": "hosts",
         "actor.num_gpus_per_node": "ranks_per_host",
     },
-    kinds=frozenset({"command"}),
+    kinds=("command",),
     word=r"\bswift[ \t]+(?:sft|pt|rlhf)\b"
     r"|(?:^|\n)[^#\n]*\bcolocate_all(?!\w*[ \t=]+[fF]alse)",
 )
@@ -684,7 +677,7 @@ _AREAL = Framework(
             keys={"d": "dp", "c": "sp", "t": "tp"},
             is_part=True,
             section=r"(?P<part>.*)\.(?:fsdp|archon)_engine",
-            needs=frozenset({"dp"}),
+            needs=("dp",),
             refused={
                 r".*\.(?:fsdp|archon)_engine\.[pe]=(?!1$).*": (
                     "its mesh with stages or experts is not read"
@@ -696,7 +689,7 @@ _AREAL = Framework(
             keys={"d": "dp", "p": "pp", "t": "tp", "c": "cp", "e": "ep", "et": "etp"},
             is_part=True,
             section=r"(?P<part>.*)\.megatron_engine",
-            needs=frozenset({"dp", "pp"}),
+            needs=("dp", "pp"),
             expert_tp=False,
             is_sharded=True,
         ),
@@ -770,7 +763,7 @@ _VEOMNI_MESH = Mesh(
     },
     experts=("pp", "dp_replicate", "efsdp", "ep"),
     flattened=("dp_shard", "ulysses", "cp"),
-    needs=frozenset({*_VEOMNI_AXES, "ep"}),
+    needs=(*_VEOMNI_AXES, "ep"),
 )
 _VEOMNI = Framework(
     program="torch",
@@ -789,7 +782,7 @@ _VEOMNI = Framework(
             },
         ),
     ),
-    kinds=frozenset({"document"}),
+    kinds=("document",),
 )
 
 # Plain options: the order of options does not specify the order of ranks, which is torchtitan's.
@@ -817,37 +810,39 @@ PLAIN = Framework(
             flattened=(),
         ),
     ),
-    kinds=frozenset({"command"}),
+    kinds=("command",),
     # FastVideo's data axes, which shard parameters along the ranks of sp.
     without=r"hsdp_(?:replicate|shard)_dim",
 )
 
 FRAMEWORKS: tuple[Framework, ...] = (
-    *(
-        _AREAL,
-        _SKYRL,
-        _VEOMNI,
-        _TORCHTITAN,
-        _TORCHTUNE,
-        _NANOTRON,
-        _NANOTRON_CLASS,
-        _NEOX,
-        _VERL,
-        _VERL_SFT,
-        _AUTOMODEL,
-        _SWIFT,
-        _NEMO,
-        _NEMO_RECIPES,
-        _MEGATRON,
-    ),
-    *(
-        _AXOLOTL,
-        _ACCELERATE,
-        _ACCELERATE_FSDP,
-        _DEEPSPEED,
-    ),
+    _AREAL,
+    _SKYRL,
+    _VEOMNI,
+    _TORCHTITAN,
+    _TORCHTUNE,
+    _NANOTRON,
+    _NANOTRON_CLASS,
+    _NEOX,
+    _VERL,
+    _VERL_SFT,
+    _AUTOMODEL,
+    _SWIFT,
+    _NEMO,
+    _NEMO_RECIPES,
+    _MEGATRON,
+    _AXOLOTL,
+    _ACCELERATE,
+    _ACCELERATE_FSDP,
+    _DEEPSPEED,
     _SEQUENCE,
     _OPENRLHF,
-    *(_PRIME, _LIGHTNING, _TRTLLM, _VLLM, _SGLANG, _SERVING, PLAIN),
+    _PRIME,
+    _LIGHTNING,
+    _TRTLLM,
+    _VLLM,
+    _SGLANG,
+    _SERVING,
+    PLAIN,
 )
 """The first of them whose mark is among the keys of a file reads it."""

@@ -74,7 +74,7 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> str | None:
     """The text after all edits; ``None`` if two of them overlap."""
     parts: list[str] = []
     done = 0
-    for start, end, new in sorted(set(edits), key=lambda edit: edit[:2]):
+    for start, end, new in sorted(dict.fromkeys(edits), key=lambda edit: edit[:2]):
         if start < done:
             return None
         parts += [text[done:start], new]

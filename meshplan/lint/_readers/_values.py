@@ -21,19 +21,18 @@ Value: TypeAlias = Any
 Moment: TypeAlias = tuple[int, tuple[int, ...]]
 _MAX_EITHER, _MAX_LINE = 16, 60
 # Classes whose methods set no attribute that a class of the file has.
-_BASES = frozenset(
-    {
-        "ABC",
-        "Enum",
-        "Generic",
-        "IntEnum",
-        "LightningModule",
-        "Module",
-        "NamedTuple",
-        "Protocol",
-    }
-    | {"TestCase", "object"}
-)
+_BASES = {
+    "ABC",
+    "Enum",
+    "Generic",
+    "IntEnum",
+    "LightningModule",
+    "Module",
+    "NamedTuple",
+    "Protocol",
+    "TestCase",
+    "object",
+}
 
 
 class Unknown:
@@ -353,73 +352,78 @@ def forget_values(names: dict[str, Value]) -> None:
 
 
 # Methods that leave their object as it is, and functions that leave their arguments.
-METHODS = frozenset(
-    {
-        "clone",
-        "copy",
-        "count",
-        "dim",
-        "get",
-        "index",
-        "items",
-        "keys",
-        "numel",
-        "shape",
-        "size",
-    }
-    | {"tolist", "values"}
-)
-FUNCTIONS = frozenset(
-    {*dir(builtins)} - {"delattr", "eval", "exec", "getattr", "setattr", "super", "vars"}
-    | {
-        "DeviceMesh",
-        "_unflatten",
-        "array",
-        "debug",
-        "error",
-        "info",
-        "init_device_mesh",
-    }
-    | {"join", "new_group", "prod", "tensor", "warning"}
-)
+METHODS = {
+    "clone",
+    "copy",
+    "count",
+    "dim",
+    "get",
+    "index",
+    "items",
+    "keys",
+    "numel",
+    "shape",
+    "size",
+    "tolist",
+    "values",
+}
+_CHANGING = {"delattr", "eval", "exec", "getattr", "setattr", "super", "vars"}
+FUNCTIONS = {
+    *({*dir(builtins)} - _CHANGING),
+    "DeviceMesh",
+    "_unflatten",
+    "array",
+    "debug",
+    "error",
+    "info",
+    "init_device_mesh",
+    "join",
+    "new_group",
+    "prod",
+    "tensor",
+    "warning",
+}
 # Functions that may bind any name of the module, and words of those that set attributes.
-BINDERS = frozenset({"exec", "globals"})
-OWN = frozenset({"locals", "vars"})
+BINDERS = {"exec", "globals"}
+OWN = {"locals", "vars"}
 SETTERS = re.compile(
     r"adapt|adjust|apply|cli|complete|configure|fill|finali[sz]e|infer|load|merge|normali[sz]e"
     r"|override|overwrite|parse|prepare|read|resolve|set_|setattr|setup|tune|update|vars"
 )
 # Decorators that pass the arguments of a call on, and return what it returns.
-WRAPPERS = frozenset(
-    {
-        "abstractmethod",
-        "cache",
-        "cached_property",
-        "classmethod",
-        "contextmanager",
-        "disable",
-    }
-    | {
-        "inference_mode",
-        "lru_cache",
-        "no_grad",
-        "override",
-        "property",
-        "record",
-        "setter",
-    }
-    | {"staticmethod", "wraps"}
-)
+WRAPPERS = {
+    "abstractmethod",
+    "cache",
+    "cached_property",
+    "classmethod",
+    "contextmanager",
+    "disable",
+    "inference_mode",
+    "lru_cache",
+    "no_grad",
+    "override",
+    "property",
+    "record",
+    "setter",
+    "staticmethod",
+    "wraps",
+}
 # Decorators and metaclasses that keep the attributes of a class.
-MARKS = frozenset(
-    {"ABCMeta", "EnumMeta", "EnumType", "dataclass", "final", "runtime_checkable"}
-    | {"total_ordering", "unique"}
-)
+MARKS = {
+    "ABCMeta",
+    "EnumMeta",
+    "EnumType",
+    "dataclass",
+    "final",
+    "runtime_checkable",
+    "total_ordering",
+    "unique",
+}
 # Modules whose functions have the names of Python's, and do the same.
-STANDARD = frozenset({"builtins", "copy", "dataclasses", "numpy", "torch", "typing"})
+STANDARD = {"builtins", "copy", "dataclasses", "numpy", "torch", "typing"}
 # Variables that launchers set.
 LAUNCHED = re.compile(r"RANK|WORLD|NODE|GPU|PROC|DEVICE|LOCAL|SLURM|MPI|PMI")
-RAISES = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
+RAISES = {"raises", "assertRaises", "assertRaisesRegex"}
 _COUNTERS = {f"torch.{one}.device_count" for one in ("cuda", "xpu", "accelerator")}
 LEAVES = (ast.Return, ast.Continue, ast.Break)
 

@@ -627,11 +627,11 @@ def read_command(name: str, text: str) -> Document:
             "\r",
         ):
             return None
-        before, _, last = after.key.lstrip("-").rpartition(".")
+        before, dot, last = after.key.lstrip("-").rpartition(".")
         if not after.key.startswith("-"):
-            return Edit(end, end, f" {before}{'.' if before else ''}{key}={size}")
+            return Edit(end, end, f" {before}{dot}{key}={size}")
         key = key if "_" in last else key.replace("_", "-")
-        return Edit(end, end, f" --{before}{'.' if before else ''}{key} {size}")
+        return Edit(end, end, f" --{before}{dot}{key} {size}")
 
     return Document(
         name,
@@ -758,19 +758,17 @@ _MARK_IN_STRING = re.compile(
 # An option with a value, or Hydra's override, in a string.
 _OPTION = re.compile(r"(?<![\w-])--?[A-Za-z][\w.-]*[= ]+[^\s-]|(?<![\w.])[a-z]\w*(?:\.\w+)+=\S")
 _QUOTE = re.compile(r"[rfbuRFBU]{0,2}(?:\"{3}|'{3}|[\"'])|\\[nt\"']")
-_NO_COMMANDS = frozenset(
-    {
-        "add_argument",
-        "add_option",
-        "option",
-        "Option",
-        "print",
-        "warn",
-        "info",
-        "error",
-        "format_help",
-    }
-)
+_NO_COMMANDS = {
+    "add_argument",
+    "add_option",
+    "option",
+    "Option",
+    "print",
+    "warn",
+    "info",
+    "error",
+    "format_help",
+}
 _HELP = ("help", "description", "epilog")
 
 

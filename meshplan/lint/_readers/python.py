@@ -55,16 +55,16 @@ from meshplan.lint._readers._values import (
 from meshplan.lint._roles import Framework, assume_roles
 from meshplan.lint._spec import MAX_AXES, flatten_ranks, make_layout
 
-CLASSES = frozenset[str]().union(*(one.classes for one in FRAMEWORKS))
+CLASSES = {name for one in FRAMEWORKS for name in one.classes}
 """Names of the classes and functions that take degrees."""
 _DERIVING = [one for one in FRAMEWORKS if "python" in one.kinds and one.classes]
-ATTRIBUTES = frozenset(
+ATTRIBUTES = {
     key for one in _DERIVING for mesh in one.meshes for key in mesh.keys if "parallel" in key
-)
+}
 """Degrees that files set as attributes; short names such as tp are attributes of anything."""
-WRAPPERS = frozenset({"Config", "Partial"})
+WRAPPERS = {"Config", "Partial"}
 """Names of the classes whose first argument is such a class."""
-TRAINERS = frozenset({"Trainer", "Fabric"})
+TRAINERS = {"Trainer", "Fabric"}
 """Names of the classes whose arguments complete those of such a class."""
 DERIVED = (
     r"\.(?:(?:tensor|pipeline|expert)_model_parallel_size|(?:tensor|pipeline|context|expert"
@@ -72,7 +72,7 @@ DERIVED = (
 )
 """Regular expression of what makes a derived configuration."""
 # All of their arguments that end so are degrees.
-_STRICT = frozenset({"ParallelismConfig", "ParallelDims"})
+_STRICT = {"ParallelismConfig", "ParallelDims"}
 
 
 def read_degrees(
@@ -192,37 +192,29 @@ def read_changed(
 # A file of a training job makes a few.
 _MAX_MESHES = 256
 _TOO_MANY = f"more than {_MAX_MESHES} meshes in one file; give them one by one"
-_INSTALLS = frozenset({"install", "installed", "uninstall"})
-_GROUPS = frozenset(
-    {
-        "init_process_group",
-        "new_group",
-        "new_subgroups",
-        "new_subgroups_by_enumeration",
-    }
-    | {"split_group", "shrink_group", "_set_pg_options"}
-)
+_INSTALLS = {"install", "installed", "uninstall"}
+_GROUPS = {
+    "init_process_group",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "split_group",
+    "shrink_group",
+    "_set_pg_options",
+}
 _OPTIONS = ("contract", "path", "policy", "inner", "audit", "strict", "timeout")
 _POLICY = "deterministic"
 # Collectives outside DTensor, and the groups that they need.
 _COLLECTIVES = ("all_reduce", "reduce_scatter", "get_group", "get_all_groups")
 # What makes ranks: the first argument of Colossal-AI's DeviceMesh, where torch's has a device type.
-_RANKS = frozenset({"arange", "range", "tensor", "Tensor"})
-_MAKERS = frozenset({"init_device_mesh", "DeviceMesh"})
+_RANKS = {"arange", "range", "tensor", "Tensor"}
+_MAKERS = {"init_device_mesh", "DeviceMesh"}
 # Calls of torch after which DTensor reduces.
-_DTENSOR = frozenset(
-    {
-        "DTensor",
-        "distribute_tensor",
-        "distribute_module",
-        "redistribute",
-        "from_local",
-    }
-)
-_FSDP1 = frozenset({"FullyShardedDataParallel", "FSDP"})
-_DDP = frozenset({"DistributedDataParallel", "DDP", "replicate"})
+_DTENSOR = {"DTensor", "distribute_tensor", "distribute_module", "redistribute", "from_local"}
+_FSDP1 = {"FullyShardedDataParallel", "FSDP"}
+_DDP = {"DistributedDataParallel", "DDP", "replicate"}
 _NAMES = ("init_device_mesh", *CLASSES)
-_EVERY_NAME = frozenset({*_NAMES, "DeviceMesh"})
+_EVERY_NAME = {*_NAMES, "DeviceMesh"}
 # A `DeviceMesh` that is made, renamed or passed on, and not only the type of an argument.
 _MARK = re.compile(
     rf"\b(?:{'|'.join(_NAMES)})\b|\bDeviceMesh(?:\s*[(]|\.|\s+as\b)"
@@ -367,16 +359,13 @@ class MeshReader(Reader):
         self.flattened: list[tuple[str, ...]] = []
         self.one_axis: list[Source] = []
         self._contracts: list[_Contract] = []
-        imports = [one for one in self.nodes if isinstance(one, ast.Import | ast.ImportFrom)]
-        self.modules = {
-            name.partition(".")[0]
-            for one in imports
-            for name in (
-                [two.name for two in one.names]
-                if isinstance(one, ast.Import)
-                else [one.module or ""] * (not one.level)
-            )
-        }
+        names: list[str | None] = []
+        for node in self.nodes:
+            if isinstance(node, ast.ImportFrom):
+                names += [node.module] * (not node.level)
+            elif isinstance(node, ast.Import):
+                names += [one.name for one in node.names]
+        self.modules = {name.partition(".")[0] for name in names if name}
 
     def answer(self, path: Path, given: Arguments, node: ast.Call) -> Value:
         name = path.last
@@ -712,7 +701,7 @@ def _make_job(source: MeshReader, root: Root, where: Source, called: Set[str]) -
         roles = assume_roles(mesh.layout.axes, roles, framework)
     is_torch = (framework != "dtensor" and program is None) or "dtensor" in kinds
     is_torch |= "dtensor" in uses.unread and bool(called & _DTENSOR)
-    found = find_program_of_modules(frozenset(source.modules), torch_reduces=is_torch)
+    found = find_program_of_modules(source.modules, torch_reduces=is_torch)
     if program is not None and found in ("unknown", "torch"):
         found = program
     is_exact = found in ("torch", "fsdp1") and source.has_exact_backend(root)
