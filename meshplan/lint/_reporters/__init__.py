@@ -13,16 +13,7 @@ from meshplan.errors import PolicyError
 from meshplan.lint._finding import LintReport
 from meshplan.lint._reporters.text import wants_color as wants_color
 
-# By format, the module with its `render_FORMAT`. Only the requested one is loaded.
-_MODULES = {
-    "text": "text",
-    "concise": "text",
-    "json": "json",
-    "sarif": "json",
-    "github": "ci",
-    "junit": "ci",
-}
-FORMATS: tuple[str, ...] = tuple(_MODULES)
+FORMATS = ("text", "concise", "json", "sarif", "github", "junit")
 
 
 def render(report: LintReport, output_format: str, *, color: bool = False) -> str:
@@ -35,7 +26,9 @@ def render(report: LintReport, output_format: str, *, color: bool = False) -> st
             f"unknown output format {output_format[:40]!a}; use one of {', '.join(FORMATS)}"
             f"{suggest(output_format, FORMATS)}"
         )
-    module = import_module(f"meshplan.lint._reporters.{_MODULES[output_format]}")
+    # Only the requested module is loaded.
+    module = "text" if output_format in FORMATS[:2] else "ci"
+    reporter = import_module(f"meshplan.lint._reporters.{module}")
     options = {"color": color} if output_format == "text" else {}
-    text: str = getattr(module, f"render_{output_format}")(report, **options)
+    text: str = getattr(reporter, f"render_{output_format}")(report, **options)
     return text

@@ -1,9 +1,20 @@
-"""Reports for CI: GitHub's workflow commands, and JUnit XML."""
+"""Reports for CI and other programs: workflow commands of GitHub, JUnit XML, JSON, SARIF 2.1.0."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import quote
 from xml.sax.saxutils import escape, quoteattr
 
+import meshplan
+from meshplan.errors import PolicyError
 from meshplan.lint._finding import Finding, LintInput, LintReport, Source
 from meshplan.lint._reporters.text import (
     escape_line,
@@ -16,6 +27,14 @@ from meshplan.lint._reporters.text import (
     has_files_without_mesh,
     make_relative,
 )
+from meshplan.lint._rules._rule import RULES, format_rule_page
+
+_SCHEMA = (
+    "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+)
+_FAMILIES = {"MP1": "mesh", "MP2": "cluster", "MP3": "environment"}
+_MARKUP = re.compile(r"^#+ |^```.*\n|`", re.MULTILINE)
+_LINK = re.compile(r"<(https://[^>]+)>")
 
 
 def render_github(report: LintReport) -> str:
@@ -33,11 +52,14 @@ def render_github(report: LintReport) -> str:
     command = "warning" if report.allow_unjudged else "error"
     for one in report.list_unjudged():
         place = _write_place(Source(one.name)) if one.is_file else ""
-        text = "\n".join([f"not judged: {format_name(one)}", *map(escape_line, one.why)])
-        commands.append(f"::{command} {place}title=not judged::{_escape_data(text)}")
+        commands.append(f"::{command} {place}title=not judged::{_escape_data(_describe(one))}")
     if has_files_without_mesh(report):
         commands.append(f"::notice title=checked::{_escape_data(format_checked(report))}")
     return "".join(f"{command}\n" for command in commands)
+
+
+def _describe(one: LintInput) -> str:
+    return "\n".join([f"{one.state}: {format_name(one)}", *map(escape_line, one.why)])
 
 
 def _write_command(finding: Finding) -> str:
@@ -129,3 +151,187 @@ def _write_finding(finding: Finding) -> str:
 
 def _write_attributes(**values: object) -> str:
     return " ".join(f"{key}={quoteattr(escape_line(str(value)))}" for key, value in values.items())
+
+
+def render_json(report: LintReport) -> str:
+    """``findings``, ``judged``, ``ignored``, ``inputs``, ``files``, ``version`` and others."""
+    found = {
+        "findings": [_make_entry(finding) for finding in report.findings],
+        "judged": list(report.judged),
+        "ignored": report.ignored,
+        "inputs": [asdict(given) for given in report.inputs],
+        "allow_unjudged": report.allow_unjudged,
+        "files": report.files,
+        "meshes": report.meshes,
+        "version": meshplan.__version__,
+    }
+    return json.dumps(_make_plain(found), indent=2, allow_nan=False) + "\n"
+
+
+def _make_entry(finding: Finding) -> dict[str, Any]:
+    return {
+        "code": finding.code,
+        "severity": finding.severity,
+        "message": finding.message,
+        **asdict(finding.source),
+        "subject": finding.subject,
+        "details": finding.details,
+        "fixes": [fix.to_json() for fix in finding.fixes],
+        "data": finding.data,
+    }
+
+
+def _make_plain(value: Any) -> Any:
+    """``value`` for strict JSON: infinities, NaNs and other objects become their ``str``."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {_escape_surrogates(str(key)): _make_plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_make_plain(one) for one in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_make_plain(one) for one in value), key=str)
+    return _escape_surrogates(str(value))
+
+
+def _escape_surrogates(text: str) -> str:
+    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
+
+
+def render_sarif(report: LintReport) -> str:
+    """SARIF 2.1.0: one run; its rules are those of the findings.
+
+    The format: https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html. GitHub's use of
+    it: https://docs.github.com/code-security/reference/code-scanning/sarif-files/sarif-support. A
+    finding about the command line or the environment has a logical location and no file.
+    """
+    codes = sorted({finding.code for finding in report.findings})
+    seen: Counter[str] = Counter()
+    run: dict[str, Any] = {
+        "tool": {
+            "driver": {
+                "name": "meshplan",
+                "version": meshplan.__version__,
+                "rules": [_make_rule(code) for code in codes],
+            }
+        },
+        "results": [_make_result(finding, codes, seen) for finding in report.findings],
+    }
+    if report.inputs:
+        run |= {
+            "invocations": [_make_invocation(report)],
+            "properties": {"inputs": [asdict(given) for given in report.inputs]},
+        }
+    log = {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
+    return json.dumps(_make_plain(log), indent=2, allow_nan=False) + "\n"
+
+
+def _make_invocation(report: LintReport) -> dict[str, Any]:
+    """The run, with a notification for each input that was not judged or has no mesh, and for each
+    mesh on nodes of unknown size.
+    """
+    level = "warning" if report.allow_unjudged else "error"
+    notes = [
+        _make_notification(source, "note", "judged", escape_line(text))
+        for source, text in report.notes
+    ]
+    for one in (*report.list_inputs("no mesh"), *report.list_unjudged()):
+        source = Source(file=one.name) if one.is_file else Source(option=one.name)
+        kind = level if one.state == "not judged" else "note"
+        notes.append(_make_notification(source, kind, one.state.replace(" ", "-"), _describe(one)))
+    return {"executionSuccessful": True, "toolExecutionNotifications": notes}
+
+
+def _make_notification(
+    source: Source,
+    level: str,
+    name: str,
+    text: str,
+) -> dict[str, Any]:
+    return {
+        "level": level,
+        "message": {"text": _escape_message(text)},
+        "locations": [_make_location(source)],
+        "descriptor": {"id": name},
+    }
+
+
+def _make_rule(code: str) -> dict[str, Any]:
+    try:
+        page = format_rule_page(code)
+    except PolicyError:
+        return {"id": code}
+    found: dict[str, Any] = {"id": code}
+    if rule := RULES.get(code):
+        found |= {
+            "name": "".join(word.capitalize() for word in rule.name.split("-")),
+            "shortDescription": {"text": rule.summary},
+            "defaultConfiguration": {"level": rule.severity.replace("info", "note")},
+            "properties": {
+                "tags": [_FAMILIES[code[:3]]],
+                "problem.severity": rule.severity.replace("info", "recommendation"),
+            },
+        }
+    found["help"] = {"text": _MARKUP.sub("", page), "markdown": page}
+    if link := _LINK.search(page):
+        found["helpUri"] = link[1]
+    return found
+
+
+def _make_result(
+    finding: Finding,
+    codes: list[str],
+    seen: Counter[str],
+) -> dict[str, Any]:
+    # Without the line: the same finding further down in the file is the same finding.
+    place = finding.source.option or _format_uri(finding.source.file)
+    known = "\0".join((finding.code, place, finding.subject, finding.message))
+    digest = hashlib.sha256(known.encode("utf-8", errors="surrogatepass")).hexdigest()[:32]
+    seen[digest] += 1
+    message = "\n".join([escape_line(finding.message), *format_details(finding)])
+    return {
+        "ruleId": finding.code,
+        "ruleIndex": codes.index(finding.code),
+        "level": finding.severity.replace("info", "note"),
+        "message": {"text": _escape_message(message)},
+        "locations": [_make_location(finding.source)],
+        "partialFingerprints": {"meshplan/v1": f"{digest}:{seen[digest]}"},
+        "properties": {
+            "subject": finding.subject,
+            "fixes": [fix.to_json() for fix in finding.fixes],
+            "data": finding.data,
+        },
+    }
+
+
+def _escape_message(text: str) -> str:
+    # Single braces are places for arguments, and brackets before parentheses are links.
+    return text.replace("{", "{{").replace("}", "}}").replace("](", "] (")
+
+
+def _make_location(source: Source) -> dict[str, Any]:
+    if source.file and source.file != "-":
+        physical: dict[str, Any] = {"artifactLocation": {"uri": _format_uri(source.file)}}
+        if source.line is not None and source.line > 0:
+            physical["region"] = {"startLine": source.line}
+        return {"physicalLocation": physical}
+    name = format_source(source)
+    kind = "parameter" if name.startswith("-") else "variable" if source.option else "resource"
+    if source.option:
+        # `--mesh ddp=8,fsdp=5` is one of the things that are called `--mesh`.
+        short = re.split("[ =]", name, maxsplit=1)[0]
+        return {"logicalLocations": [{"name": short, "fullyQualifiedName": name, "kind": kind}]}
+    return {"logicalLocations": [{"name": name, "kind": kind}]}
+
+
+def _format_uri(file: str) -> str:
+    """A URI reference for ``file``: relative, or with ``file://`` if it is elsewhere.
+
+    Bytes that are not UTF-8 are kept; a colon in the first part does not start a scheme.
+    """
+    # These halves of surrogate pairs stand for no byte, so they come from no file system.
+    path = re.sub("[\ud800-\udc7f\udd00-\udfff]", "\ufffd", make_relative(file))
+    quoted = quote(path.encode("utf-8", errors="surrogateescape"), safe="/")
+    return f"file://{quoted}" if path.startswith("/") else quoted
