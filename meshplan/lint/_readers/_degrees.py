@@ -5,7 +5,14 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import islice
@@ -15,10 +22,19 @@ from meshplan._message_text import shorten
 from meshplan.errors import LayoutError, MeshplanError
 from meshplan.layout import Layout
 from meshplan.lint._finding import Source
-from meshplan.lint._job import Job, JobFile, Skipped, add_source
+from meshplan.lint._job import (
+    Job,
+    JobFile,
+    Skipped,
+    add_source,
+)
 from meshplan.lint._programs import Program, find_program_of_text
-from meshplan.lint._readers._degree_keys import Framework, Kind, Mesh
-from meshplan.lint._readers._frameworks import FRAMEWORKS
+from meshplan.lint._readers._frameworks import (
+    FRAMEWORKS,
+    Framework,
+    Kind,
+    Mesh,
+)
 from meshplan.lint._readers._numbers import (
     INSTEAD,
     UNKNOWN_RANKS,
@@ -31,7 +47,12 @@ from meshplan.lint._readers._numbers import (
 )
 from meshplan.lint._roles import Role, find_role
 from meshplan.lint._spec import make_layout
-from meshplan.lint._unread import COMMENT, is_size, suggest_degree, suggest_key
+from meshplan.lint._unread import (
+    COMMENT,
+    is_size,
+    suggest_degree,
+    suggest_key,
+)
 
 _BASE = re.compile(
     r"(?:defaults|_base_|base_config|base_configs|extends|inherits?_from|toml_files)(?:\.|$)"
@@ -389,8 +410,7 @@ def read_document(
     call: Source | None = None,
 ) -> JobFile:
     """The jobs of a document, or of a ``call`` in Python, which makes meshes of its keys only;
-    empty if no framework reads it. Raises LayoutError, with the line, for sizes that the framework
-    would refuse.
+    empty if no framework reads it.
     """
     framework = framework or find_framework(document)
     if framework is None:
@@ -451,7 +471,7 @@ def _make_jobs(
     found: Degrees, source: Source, total: int | None, hosts: int | None
 ) -> Iterable[Job]:
     """The mesh of the dense layers, and that of the experts if they are parallel. Raises
-    UnknownMesh for a size that is not known, LayoutError for sizes that the framework would refuse.
+    UnknownMesh for a size that is not known.
     """
     document, mesh, settings = found.document, found.mesh, found.settings
     for pattern, needed in mesh.only.items():

@@ -7,9 +7,84 @@ mean the same, and dots stand between the levels. A key that is not in the table
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from meshplan.lint._readers._degree_keys import Framework, Mesh
+from meshplan.lint._programs import Program
+from meshplan.lint._roles import Framework as Reduction
+from meshplan.lint._roles import Role
+
+Kind = Literal["document", "command", "python"]
+"""The place of keys: TOML, YAML, JSON; a script or arguments; calls and assignments in Python."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Mesh:
+    """A mesh that a framework makes of its keys.
+
+    Regular expressions match a whole text in lower case, with underscores for hyphens: a dotted
+    path, ``model.tp``, or a setting, ``model.tp=2``.
+    """
+
+    # The axis of each key; of several keys for an axis, the first is today's. A key for ``""`` only
+    # marks the framework.
+    keys: Mapping[str, str]
+    order: tuple[str, ...]  # the axes, outermost first
+    # Regular expression of the dotted path before the keys. Each value of its group ``part`` is a
+    # mesh of its own.
+    section: str = ""
+    rest: str = ""  # the axis of the ranks that the others leave, if it is absent or -1
+    fill: str = ""  # the same for the ranks that remain if ``rest`` has a size
+    # Axes of which one has a key in the file; empty if the mark is enough
+    needs: tuple[str, ...] = ()
+    unless: str = ""  # regular expression of a setting with which the mesh does not exist
+    when: str = ""  # the same of one that decides, with which it exists in spite of ``unless``
+    # The same of a setting without which it is not judged, by regular expressions of its keys
+    only: Mapping[str, str] = field(default_factory=dict)
+    # Why the mesh is not judged, by regular expressions of settings
+    refused: Mapping[str, str] = field(default_factory=dict)
+    # Other orders of axes, innermost first, joined by hyphens, by key; empty for the value of the
+    # key
+    orders: Mapping[str, str] = field(default_factory=dict)
+    per_host: str = ""  # regular expression of a setting with which ``rest`` is the ranks of a host
+    # Axes of the experts' mesh over the same ranks. The one that is in no key has the ranks that
+    # the others leave.
+    experts: tuple[str, ...] = ()
+    expert_tp: bool = False  # whether ``etp`` is ``tp`` by default; else it is 1
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    # Regular expression of a setting with which ``dp`` and ``cp`` are sharded; empty if the names
+    # of the axes say it
+    sharded: str = ""
+    unsharded: str = ""  # the same for replicated
+    is_sharded: bool = True  # the default of both
+    reduction: Reduction = "fsdp2"  # of gradients, if they are sharded
+    # Axes that gradients are reduced over as one
+    flattened: tuple[str, ...] = ("dp", "dp_shard", "cp")
+    sequence_parallel: bool = False  # the default of the key ``sequence_parallel``
+    zero_is_one: bool = False  # whether a size of 0 means that there is no such axis
+    is_part: bool = False  # whether the job may have ranks besides those of its sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Framework:
+    """A program, and the meshes of its jobs."""
+
+    program: Program
+    mark: str  # regular expression of a dotted key that this program has
+    meshes: tuple[Mesh, ...]  # in the order of the report
+    without: str = ""  # regular expression of a dotted key that this program does not have
+    # Regular expression of a text that the file has too; empty if the mark is enough
+    word: str = ""
+    # ``hosts``, ``ranks_per_host`` or ``world_size`` of dotted keys
+    launch: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    kinds: tuple[Kind, ...] = ("document",)  # where its keys stand
+    # Python's classes and functions that take the keys as arguments
+    classes: tuple[str, ...] = ()
+    # Regular expression of the configurations that have the defaults of ``meshes``. Any other one
+    # that a file builds on may have replaced them.
+    bases: str = ""
+
 
 # Megatron-LM, megatron/core/parallel_state.py, RankGenerator takes an order of axes, innermost
 # first: tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp with --use-tp-pp-dp-mapping. The dense layers have no ep
@@ -106,7 +181,6 @@ _AUTOMODEL = Framework(
     program="nemo",
     mark=r"distributed\.(?:strategy|_target_|[a-z_]+_size)",
     meshes=(_AUTOMODEL_MESH,),
-    kinds=("document",),
     word=r"nemo_automodel|recipe",
 )
 
@@ -143,7 +217,6 @@ _NEMO = Framework(
         ),
     ),
     launch=_NEMO_LAUNCH,
-    kinds=("document",),
 )
 # The recipes of both in Python shard the optimizer's state.
 _NEMO_RECIPES = replace(
@@ -264,6 +337,7 @@ _VERL = Framework(
     launch={"trainer.nnodes": "hosts", "trainer.n_gpus_per_node": "ranks_per_host"},
     defaults={"hosts": 1, "ranks_per_host": 8},
     bases=r"(?:\./)?(?:examples/)?(?:config|ppo_trainer|ppo_megatron_trainer)(?:\.yaml)?",
+    kinds=("document", "command"),
 )
 # verl/trainer/fsdp_sft_trainer.py, under torchrun.
 _VERL_SFT = Framework(
@@ -277,6 +351,7 @@ _VERL_SFT = Framework(
             unless=r"engine=meg.*",
         ),
     ),
+    kinds=("document", "command"),
 )
 
 # prime-rl, src/prime_rl/trainer/parallel_dims.py, ParallelDims.build_mesh: (pp, dp_replicate,
@@ -302,7 +377,6 @@ _PRIME = Framework(
         "deployment.num_train_gpus": "world_size",
     },
     defaults={"ranks_per_host": 8},
-    kinds=("document",),
 )
 
 # accelerate, src/accelerate/parallelism_config.py, ParallelismConfig._get_mesh: (dp_replicate,
@@ -344,7 +418,6 @@ _ACCELERATE_FSDP = Framework(
         ),
     ),
     launch=_ACCELERATE.launch,
-    kinds=("document",),
 )
 
 # axolotl, src/axolotl/utils/distributed.py, _get_parallel_config_kwargs, which fills in sizes and
@@ -368,7 +441,6 @@ _AXOLOTL = Framework(
             needs=("dp_replicate", "dp_shard", "cp", "tp"),
         ),
     ),
-    kinds=("document",),
     word=r"base_model|datasets|sequence_len",
 )
 
@@ -395,6 +467,7 @@ _DEEPSPEED = Framework(
             fill="dp_replicate",
         ),
     ),
+    kinds=("document", "command"),
 )
 
 # GPT-NeoX, megatron/initialize.py, _initialize_distributed, and Megatron-DeepSpeed take DeepSpeed's
@@ -416,7 +489,6 @@ _NEOX = Framework(
         ),
     ),
     launch={"global_num_gpus": "world_size"},
-    kinds=("document",),
 )
 
 # nanotron, src/nanotron/parallel/context.py, ParallelContext._init_parallel_groups: (ep, pp, dp,
@@ -426,12 +498,7 @@ _NANOTRON = Framework(
     mark=r"parallelism\.(?:dp|pp|tp)",
     meshes=(
         Mesh(
-            keys={
-                "pp": "pp",
-                "dp": "dp",
-                "context_parallel_size": "cp",
-                "tp": "tp",
-            },
+            keys={"pp": "pp", "dp": "dp", "context_parallel_size": "cp", "tp": "tp"},
             order=("pp", "dp", "cp", "tp"),
             section="parallelism",
             sharded=r"optimizer\.zero_stage=1",
@@ -439,7 +506,6 @@ _NANOTRON = Framework(
             needs=("dp", "pp", "tp"),
         ),
     ),
-    kinds=("document",),
     word=r"(?:pp_engine|tp_mode|nanotron|tp_linear_async_communication)",
 )
 _NANOTRON_CLASS = replace(
@@ -468,6 +534,7 @@ _TORCHTUNE = Framework(
         ),
     ),
     bases=r"\w+/\w+",  # of torchtune's own
+    kinds=("document", "command"),
 )
 
 # Lightning, src/lightning/fabric/strategies/model_parallel.py, _setup_device_mesh:
@@ -478,10 +545,7 @@ _LIGHTNING = Framework(
     mark=r".*strategy\.init_args\.(?:data|tensor)_parallel_size",
     meshes=(
         Mesh(
-            keys={
-                "data_parallel_size": "data_parallel",
-                "tensor_parallel_size": "tensor_parallel",
-            },
+            keys={"data_parallel_size": "data_parallel", "tensor_parallel_size": "tensor_parallel"},
             order=("data_parallel", "tensor_parallel"),
             section=r"(?P<part>.*)strategy\.init_args|",
             rest="data_parallel",
@@ -576,9 +640,7 @@ _TRTLLM = replace(
             order=("pp", "cp", "tp"),
             section=r"(?P<part>context_servers|generation_servers)?",
             experts=("pp", "cp", "moe_tp", "ep"),
-            refused={
-                r".*enable_attention_dp=true": "attention has other groups",
-            },
+            refused={r".*enable_attention_dp=true": "attention has other groups"},
         ),
     ),
     kinds=("document", "command"),
@@ -630,10 +692,7 @@ _SEQUENCE = Framework(
     meshes=(
         _SEQUENCE_MESH,
         Mesh(
-            keys={
-                "tensor_parallel_size": "tp",
-                "vllm_tensor_parallel_size": "tp",
-            },
+            keys={"tensor_parallel_size": "tp", "vllm_tensor_parallel_size": "tp"},
             order=("dp", "tp"),
             section=r"(?P<part>)(?:vllm)?",
             rest="dp",
@@ -642,10 +701,7 @@ _SEQUENCE = Framework(
             unless=r"vllm_mode=server",
         ),
     ),
-    launch={
-        "actor.num_nodes": "hosts",
-        "actor.num_gpus_per_node": "ranks_per_host",
-    },
+    launch={"actor.num_nodes": "hosts", "actor.num_gpus_per_node": "ranks_per_host"},
     kinds=("command",),
     word=r"\bswift[ \t]+(?:sft|pt|rlhf)\b"
     r"|(?:^|\n)[^#\n]*\bcolocate_all(?!\w*[ \t=]+[fF]alse)",
@@ -701,6 +757,7 @@ _AREAL = Framework(
     ),
     launch={"cluster.n_gpus_per_node": "ranks_per_host"},
     bases=r".*",  # an allocation is whole
+    kinds=("document", "command"),
 )
 
 # SkyRL, skyrl/backends/skyrl_train/distributed/fsdp_utils.py, create_device_mesh, has the meshes of
@@ -742,6 +799,7 @@ _SKYRL = Framework(
         "trainer.placement.policy_num_gpus_per_node": "ranks_per_host",
     },
     defaults={"hosts": 1},
+    kinds=("document", "command"),
 )
 
 # VeOmni, veomni/distributed/parallel_state.py, init_parallel_state: (pp, dp_replicate, dp_shard,
@@ -782,21 +840,10 @@ _VEOMNI = Framework(
             },
         ),
     ),
-    kinds=("document",),
 )
 
 # Plain options: the order of options does not specify the order of ranks, which is torchtitan's.
-_PLAIN_AXES = (
-    "pp",
-    "dp_replicate",
-    "dp",
-    "ddp",
-    "dp_shard",
-    "fsdp",
-    "cp",
-    "sp",
-    "tp",
-)
+_PLAIN_AXES = ("pp", "dp_replicate", "dp", "ddp", "dp_shard", "fsdp", "cp", "sp", "tp")
 PLAIN = Framework(
     program="unknown",
     mark=r"(?:" + "|".join(_PLAIN_AXES) + r")(?:_size|_degree)?",

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from typing import NamedTuple, TypeGuard
 
 from meshplan.layout import Layout

@@ -13,7 +13,13 @@ import bisect
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import (
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from dataclasses import replace
 from itertools import groupby, islice, pairwise
 from pathlib import Path
@@ -836,7 +842,5 @@ def _list_arguments(tree: ast.Module) -> list[ast.expr]:
 
 
 def read(name: str, text: str, *, world_size: int | None) -> JobFile:
-    """The meshes of the options. Raises LayoutError with file and line for sizes without a valid
-    mesh.
-    """
+    """The meshes of the options."""
     return read_document(read_command(name, text), world_size)

@@ -50,9 +50,7 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(name: str, text: str, *, world_size: int | None) -> JobFile:
-    """The meshes of the keys, or of the command line in the document. Raises LayoutError,
-    PolicyError.
-    """
+    """The meshes of the keys, or of the command line in the document."""
     settings = [*_read_toml(name, text)] if name.endswith(".toml") else [*_read_yaml(text)]
     settings = _inherit(name, settings, [])
     insert = partial(_insert, text, name.rpartition(".")[2])

@@ -31,7 +31,13 @@ from meshplan.lint._readers._degrees import (
 )
 from meshplan.lint._readers._frameworks import FRAMEWORKS
 from meshplan.lint._readers._numbers import RUN, Edit, UnknownMesh, Whole
-from meshplan.lint._readers._uses import Axis, Mesh, MeshCall, Root, Uses
+from meshplan.lint._readers._uses import (
+    Axis,
+    Mesh,
+    MeshCall,
+    Root,
+    Uses,
+)
 from meshplan.lint._readers._values import (
     UNKNOWN,
     Arguments,
@@ -83,7 +89,7 @@ def read_degrees(
     where: Source,
     world_size: int | None,
 ) -> JobFile:
-    """The jobs of a call with degrees, or none. Raises UnknownMesh, LayoutError."""
+    """The jobs of a call with degrees, or none. Raises UnknownMesh."""
     called = _find_class(source, call)
     names = given.named.keys()
     framework = next(
@@ -148,7 +154,7 @@ def read_changed(
     world_size: int | None,
 ) -> JobFile:
     """The jobs of a configuration whose attributes the file sets; ``lines`` has those of each.
-    Raises UnknownMesh if it is made elsewhere, and LayoutError.
+    Raises UnknownMesh if it is made elsewhere.
     """
     framework = next(
         (one for one in _DERIVING if any(match(one.mark, key) for key in lines)),
@@ -246,8 +252,7 @@ def read(
 ) -> JobFile:
     """A job for each mesh of sizes that are constants in the file. ``world_size`` is the value of
     ``get_world_size()`` and ``int(os.environ["WORLD_SIZE"])``, ``per_node`` that of
-    ``device_count()``, ``arguments`` are those of the program. Raises LayoutError, with the line,
-    for a text that is not Python, or an invalid mesh.
+    ``device_count()``, ``arguments`` are those of the program.
     """
     if not makes_meshes(text):
         return JobFile()
