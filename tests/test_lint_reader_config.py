@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from meshplan.layout import Layout
 from meshplan.lint._finding import Source
+from meshplan.lint._job import Settings
 from meshplan.lint._read_jobs import read_jobs
-from meshplan.lint._settings import Settings
 from tests.lint_inputs import changed_lines, damaged_texts, format_jobs, refusal
 
 FULL = """\

@@ -22,7 +22,7 @@ from meshplan.cli._options import (
 from meshplan.cli._output import complain, track
 from meshplan.errors import MeshplanError, PolicyError, TopologyError
 from meshplan.lint._finding import InputKind, Source
-from meshplan.lint._job import Job, JobFile, Skipped
+from meshplan.lint._job import Job, JobFile, Settings, Skipped
 from meshplan.lint._read_jobs import (
     MAX_CHARACTERS,
     RankOptions,
@@ -30,7 +30,6 @@ from meshplan.lint._read_jobs import (
     read_jobs,
 )
 from meshplan.lint._select import Ignore, read_ignores
-from meshplan.lint._settings import Settings
 from meshplan.lint._spec import parse_mesh
 from meshplan.topology import Cluster, Inputs, Reading
 from meshplan.topology._files import read_content, read_file

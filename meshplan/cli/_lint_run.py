@@ -50,7 +50,7 @@ from meshplan.lint._finding import (
     Source,
     join_names,
 )
-from meshplan.lint._job import Job, JobFile, Skipped
+from meshplan.lint._job import Job, JobFile, Settings, Skipped
 from meshplan.lint._read_jobs import RankOptions, read_arguments
 from meshplan.lint._reductions import is_uniform
 from meshplan.lint._reporters import render, wants_color
@@ -64,7 +64,6 @@ from meshplan.lint._roles import (
 from meshplan.lint._rules._rule import RULES, list_codes_needing
 from meshplan.lint._rules.cluster import CONTRADICTION, NOT_JUDGED
 from meshplan.lint._select import Selection, remove_ignored
-from meshplan.lint._settings import Settings
 from meshplan.topology import Cluster, Inputs, Reading, read_cluster
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from meshplan.errors import MeshplanError
 from meshplan.layout import Layout
-from meshplan.lint._finding import Source
+from meshplan.lint._finding import Severity, Source
 from meshplan.lint._programs import Program
 from meshplan.lint._roles import Framework, Role, resolve_roles
-from meshplan.lint._settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +74,32 @@ class Skipped:
 
     def __str__(self) -> str:
         return f"{self.source}: not judged: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of a project; ``None`` or empty if not set.
+
+    ``hosts``, ``rank_order`` and ``output_format`` have the form of the options of the same name; a
+    list in the file is joined by commas.
+    """
+
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    extend_select: tuple[str, ...] = ()
+    fail_level: Severity | None = None  # lowest severity that makes the linter fail
+    # Names of files that describe the cluster, as written: relative to this file
+    topology: tuple[str, ...] = ()
+    hosts: str = ""
+    node_size: int | None = None
+    domain_size: int | None = None  # GPUs that NVLink or xGMI joins
+    rank_order: str = ""
+    output_format: str = ""
+    # Of axes, by name, in all meshes that the files describe
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    # Patterns of the files of directories that are linted, instead of the default
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()  # patterns of files and directories that are not linted
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,20 @@ also has its use.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
+from meshplan._message_text import shorten, suggest
 from meshplan.errors import MeshplanError, PolicyError
 from meshplan.layout import Layout
-from meshplan.lint._finding import Source
-from meshplan.lint._job import Job, JobFile, add_source
+from meshplan.lint._finding import SEVERITIES, Severity, Source
+from meshplan.lint._job import (
+    Job,
+    JobFile,
+    Settings,
+    add_source,
+)
 from meshplan.lint._readers._numbers import Edit, apply_edits
 from meshplan.lint._readers._toml import (
     Entry,
@@ -22,23 +29,18 @@ from meshplan.lint._readers._toml import (
     load,
 )
 from meshplan.lint._roles import (
+    ROLES,
     Framework,
     Role,
     assume_roles,
     resolve_roles,
-)
-from meshplan.lint._settings import (
-    SETTINGS_KEYS,
-    check_keys,
-    read_roles,
-    read_settings,
-    read_strings,
 )
 from meshplan.lint._spec import (
     format_mesh,
     parse_mesh,
 )
 
+_SELECTOR = re.compile(r"MP\d{0,3}|ALL")
 _MESH_KEYS = (
     "axes",
     "ranks",
@@ -73,9 +75,7 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(name: str, text: str, *, world_size: int | None) -> JobFile:
-    """Settings, and the meshes of the project; ``world_size`` is not needed. Raises PolicyError for
-    an unknown key or value, and LayoutError or AxisNameError for an invalid mesh.
-    """
+    """Settings, and the meshes of the project; ``world_size`` is not needed."""
     document = load(name, text)
     pyproject = name.endswith("pyproject.toml") or "tool" in document
     root: Path = ("tool", "meshplan") if pyproject else ()
@@ -87,11 +87,11 @@ def read(name: str, text: str, *, world_size: int | None) -> JobFile:
     if not isinstance(document, dict):
         raise PolicyError(f"{places.find_source(())}: [tool.meshplan] must be a table")
     try:
-        check_keys(document, (*SETTINGS_KEYS, "mesh"))
-        settings = read_settings(document)
+        _check_keys(document, (*_READERS, "mesh"))
+        mesh = document.pop("mesh", [])
+        given = {key.replace("-", "_"): _READERS[key](key, one) for key, one in document.items()}
     except PolicyError as error:
         raise places.locate((), error) from None
-    mesh = document.get("mesh", [])
     meshes: list[tuple[Path, object]] = [(("mesh",), mesh)]
     if isinstance(mesh, list):
         meshes = [(("mesh", i), one) for i, one in enumerate(mesh)]
@@ -101,7 +101,7 @@ def read(name: str, text: str, *, world_size: int | None) -> JobFile:
             jobs.append(_read_mesh(places, path, one))
         except MeshplanError as error:
             raise places.locate(path, error) from None
-    return JobFile(tuple(jobs), settings=settings)
+    return JobFile(tuple(jobs), settings=Settings(**given))
 
 
 class _Places:
@@ -144,7 +144,7 @@ def _read_mesh(places: _Places, path: Path, table: object) -> Job:
             'mesh is a string such as "ddp=8,fsdp=5", or tables [[mesh]] with axes, '
             f"got {type(table).__name__}"
         )
-    check_keys(table, _MESH_KEYS)
+    _check_keys(table, _MESH_KEYS)
     axes = table.get("axes")
     if not isinstance(axes, str):
         raise PolicyError(
@@ -156,7 +156,7 @@ def _read_mesh(places: _Places, path: Path, table: object) -> Job:
     dims = table.get("dims", [])
     sequence_parallel = table.get("sequence-parallel", False)
     value = places.find_value((*path, "axes")) if "ranks" not in table else None
-    roles = read_roles(table.get("roles", {}))
+    roles = _read_roles(table.get("roles", {}))
     for axis in roles:
         layout.axis_index(axis)
     given: tuple[Role, ...] = tuple(roles.get(axis, "unknown") for axis in layout.axes)
@@ -197,7 +197,7 @@ def _read_mesh(places: _Places, path: Path, table: object) -> Job:
 
 
 def _read_axes(layout: Layout, key: str, given: object) -> tuple[str, ...]:
-    names = read_strings(key, given)
+    names = _read_strings(key, given)
     if len(set(names)) < len(names):
         raise PolicyError(f"{key} names an axis twice: {', '.join(names)[:60]}")
     return tuple(layout.axes[layout.axis_index(name)] for name in names)
@@ -216,3 +216,87 @@ def _rewrite(
         return None
     new = f'"{format_mesh(layout if old.names else Layout(layout.sizes))}"'
     return apply_edits(text, [Edit(value.start, value.end, new)])
+
+
+def _read_roles(given: object) -> dict[str, Role]:
+    """The role of each axis of a table."""
+    if not isinstance(given, dict):
+        raise PolicyError(f'roles are a table such as {{ fsdp = "shard" }}, got {_shorten(given)}')
+    found: dict[str, Role] = {}
+    for axis, role in given.items():
+        if role not in ROLES:
+            raise PolicyError(
+                f"roles are {', '.join(ROLES)}, got {repr(role)[:40]} for axis {axis[:40]}"
+                f"{suggest(str(role), ROLES)}"
+            )
+        found[axis] = role
+    return found
+
+
+def _check_keys(table: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise PolicyError for an unknown key; the message starts with it."""
+    names = sorted(known)
+    for key in table:
+        if key not in names:
+            raise PolicyError(
+                f"{_shorten(key)} is not a valid key; use one of {', '.join(names)}"
+                f"{suggest(key, names)}"
+            )
+
+
+def _read_strings(key: str, value: object) -> tuple[str, ...]:
+    """A list of strings, or one string."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
+        raise PolicyError(f"{key} must be a list of strings, got {_shorten(value)}")
+    return tuple(items)
+
+
+def _read_level(key: str, level: object) -> Severity:
+    for one in SEVERITIES:
+        if level == one:
+            return one
+    raise PolicyError(
+        f"{key} must be one of {', '.join(SEVERITIES)}, got {_shorten(level)}"
+        f"{suggest(str(level), SEVERITIES)}"
+    )
+
+
+def _read_selectors(key: str, value: object) -> tuple[str, ...]:
+    found = _read_strings(key, value)
+    for selector in found:
+        if not _SELECTOR.fullmatch(selector):
+            raise PolicyError(
+                f'{key} takes codes and prefixes such as "MP101" and "MP3", got '
+                f"{_shorten(selector)}"
+            )
+    return found
+
+
+def _read_size(key: str, size: object) -> int:
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 1:
+        return size
+    raise PolicyError(f"{key} must be a positive integer, got {_shorten(size)}")
+
+
+def _read_option(key: str, value: object) -> str:
+    items = value if isinstance(value, list) else [value]
+    if any(isinstance(item, bool) or not isinstance(item, str | int) for item in items):
+        raise PolicyError(
+            f"{key} must be a string, an integer or a list of these, got {_shorten(value)}"
+        )
+    return ",".join(str(item) for item in items)
+
+
+def _shorten(value: object) -> str:
+    return shorten(repr(value))
+
+
+_READERS: Mapping[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("select", "ignore", "extend-select"), _read_selectors),
+    "fail-level": _read_level,
+    **dict.fromkeys(("topology", "include", "exclude"), _read_strings),
+    **dict.fromkeys(("hosts", "rank-order", "output-format"), _read_option),
+    **dict.fromkeys(("node-size", "domain-size"), _read_size),
+    "roles": lambda _, given: _read_roles(given),
+}
