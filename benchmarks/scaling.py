@@ -28,7 +28,7 @@ from benchmarks.record import Case, Figures, at_most
 from benchmarks.script import Suite, run
 from benchmarks.timing import in_blocks, on_hosts, on_ranks, say_cases, slowest
 from meshplan import Layout
-from meshplan.cli._links_run import time_exchanges
+from meshplan.cli._ranks import time_exchanges
 from meshplan.flatten import discover
 from meshplan.planner import Prediction, Problem, predict_backend, predict_plan
 from meshplan.topology import Topology

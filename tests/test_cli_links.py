@@ -23,9 +23,9 @@ from expecttest import TestCase
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshplan.cli import _links, _links_run
-from meshplan.cli._links_run import MOST_GROUPS, MOST_RANKS, group_by_class, time_exchanges
-from meshplan.cli._output import try_to_open
+from meshplan.cli import _plan, _ranks
+from meshplan.cli._options import try_to_open
+from meshplan.cli._ranks import MOST_GROUPS, MOST_RANKS, group_by_class, time_exchanges
 from meshplan.topology import Links, Topology
 from tests.links import name_link
 from tests.processes import arrive, run_ranks, wait_for
@@ -136,7 +136,7 @@ def test_ranks_meet_after_some_calls() -> None:
         mock.patch.object(dist, "barrier", side_effect=partial(calls.append, "barrier")),
         mock.patch.object(dist, "all_reduce"),
     ):
-        _links_run._time_steadily(lambda: calls.append("call"), torch.device("cpu"), 50)
+        _ranks._time_steadily(lambda: calls.append("call"), torch.device("cpu"), 50)
     between = [len(part.split()) for part in " ".join(calls).split("barrier")]
     assert between == [0, 22, 22, 12]
 
@@ -155,7 +155,7 @@ def test_write_check_leaves_files_unchanged(tmp_path: Path) -> None:
 class TestRefusals(TestCase):
     def said(self, *words: str, job: Any = JOB) -> str:
         parser = argparse.ArgumentParser(prog="meshplan")
-        _links.add(parser.add_subparsers(dest="verb"))
+        _plan.add_links(parser.add_subparsers(dest="verb"))
         given = parser.parse_args(["links", *words])
         out = io.StringIO()
         with mock.patch.dict(os.environ, job), redirect_stderr(out):
@@ -179,7 +179,7 @@ meshplan: MP402: missing/links.json: cannot be written: No such file or director
         )
 
     def test_unwritable_file_is_refused(self) -> None:
-        with mock.patch("meshplan.cli._links_run.measure", return_value=("{}", "measured")):
+        with mock.patch("meshplan.cli._ranks.measure", return_value=("{}", "measured")):
             assert self.said("--output-file", "/dev/full") == (
                 "meshplan: MP402: /dev/full: cannot be written: No space left on device"
             )

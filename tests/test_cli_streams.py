@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshplan.cli._output import track
+from meshplan.cli._options import track
 from tests.programs import capture
 from tests.test_cli_lint import HERE
 

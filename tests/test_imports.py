@@ -13,13 +13,11 @@ import networkx as nx
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "meshplan"
 # Modules that import each other, also within functions and for types. Add none.
-CIRCLES = [
-    "lint._facts lint._fixes lint._rules._rule lint._rules.environment",
-]
+CIRCLES = ["lint._facts lint._fixes lint._rules._rule lint._rules.environment"]
 
 
 def levels() -> dict[str, int]:
-    """The place of each part of the package, from the top down; what is not listed is at the end."""
+    """The place of each part of the package, from the top down; the rest is at the end."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`meshplan/[^|]*) \|", text, re.M)
     found = {

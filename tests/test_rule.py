@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from expecttest import TestCase
 
-from meshplan.cli._rule import explain_rules
+from meshplan.cli._lint import explain_rules
 from meshplan.errors import PolicyError
 from meshplan.lint._rules._rule import ERRORS, RULES, format_rule_page
 from tests.refusals import refusal

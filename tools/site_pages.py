@@ -70,7 +70,7 @@ def rewrite_links(text: str, origin: str, place: str) -> tuple[str, list[str]]:
 
 
 def _read(path: str) -> str:
-    """A file of the repository as a page."""
+    """A repository file as a page."""
     text = (ROOT / path).read_text(encoding="utf-8")
     if path.endswith(".md"):
         return text

@@ -12,26 +12,21 @@ from typing import NoReturn
 
 from meshplan import __version__
 from meshplan._message_text import suggest
-from meshplan.cli._output import refuse, say
+from meshplan.cli._options import refuse, say
 from meshplan.errors import MeshplanError
 
-_VERBS = (
-    "compare",
-    "diagnose",
-    "doctor",
-    "links",
-    "lint",
-    "plan",
-    "rule",
-    "run",
-    "simulate",
-    "topo",
-)
-# Verbs in the module of another one, and the functions that add them.
-_BESIDE = {
-    "compare": ("_run", "add_compare"),
-    "simulate": ("_plan", "add_simulate"),
-    "topo": ("_diagnose", "add_topo"),
+# The module of each verb, which has a function `add_VERB`.
+_VERBS = {
+    "compare": "_run",
+    "diagnose": "_diagnose",
+    "doctor": "_doctor",
+    "links": "_plan",
+    "lint": "_lint",
+    "plan": "_plan",
+    "rule": "_lint",
+    "run": "_run",
+    "simulate": "_plan",
+    "topo": "_diagnose",
 }
 DASHES = "\0--"
 """Stands for ``--`` among the words of a script: argparse would remove it."""
@@ -54,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if runs_script:
         own = [DASHES if word == "--" else word for word in own]
     # Building the parsers of the other verbs takes a third of the time of a short command.
-    command = make_parser(own[:1] if own[:1] and own[0] in _VERBS else _VERBS)
+    command = make_parser(own[:1] if own[:1] and own[0] in _VERBS else [*_VERBS])
     given, unknown = command.parse_known_args(own, argparse.Namespace(arguments=others))
     if unknown:
         given.parser.refuse_option(unknown[0].partition("=")[0])
@@ -72,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def make_parser(verbs: Sequence[str] = _VERBS) -> argparse.ArgumentParser:
+def make_parser(verbs: Sequence[str] = tuple(_VERBS)) -> argparse.ArgumentParser:
     """The parser of the command line, with some of its verbs."""
     command = _Parser(
         prog="meshplan",
@@ -82,8 +77,7 @@ def make_parser(verbs: Sequence[str] = _VERBS) -> argparse.ArgumentParser:
     command.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parsers = command.add_subparsers(dest="verb", required=True, metavar="verb")
     for name in verbs:
-        module, add = _BESIDE.get(name, (f"_{name}", "add"))
-        getattr(import_module(f"meshplan.cli.{module}"), add)(parsers)
+        getattr(import_module(f"meshplan.cli.{_VERBS[name]}"), f"add_{name}")(parsers)
     return command
 
 
@@ -97,7 +91,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if message.endswith("required: verb"):
-            message = f"pass a verb: {', '.join(_VERBS[:-1])} or {_VERBS[-1]}"
+            *verbs, last = _VERBS
+            message = f"pass a verb: {', '.join(verbs)} or {last}"
         # The choices have quotes or none by the version of Python.
         if found := re.fullmatch(
             r"(argument .*): invalid choice: (.*) \(choose from (.*)\)",

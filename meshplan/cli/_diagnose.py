@@ -12,8 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from meshplan._message_text import elide, format_first, format_runs
-from meshplan.cli._options import add_mesh, add_output, add_verb
-from meshplan.cli._output import say
+from meshplan.cli._options import (
+    add_mesh,
+    add_output,
+    add_verb,
+    say,
+)
 from meshplan.lint._reporters.text import escape_line
 from meshplan.topology import Reading
 from meshplan.topology._files import read_content, read_file
@@ -38,7 +42,7 @@ _FIXES = (
 )
 
 
-def add(verbs: Any) -> None:
+def add_diagnose(verbs: Any) -> None:
     parser = add_verb(
         verbs,
         "diagnose",

@@ -12,10 +12,14 @@ from typing import Any
 from meshplan import __version__
 from meshplan._installation import installation
 from meshplan._needs_torch import INSTALL_TORCH, import_with_torch
-from meshplan.cli._options import add_verb
-from meshplan.cli._output import say
+from meshplan.cli._options import add_verb, say
 from meshplan.errors import TorchMissingError
-from meshplan.topology._locate import Fabric, Gpu, RankLocation, locate_rank
+from meshplan.topology._locate import (
+    Fabric,
+    Gpu,
+    RankLocation,
+    locate_rank,
+)
 from meshplan.topology._reading import format_count
 
 _SHM = "/dev/shm"
@@ -34,7 +38,7 @@ class Diagnosis:
         return f"{line}\n{'':<8}{self.remedy}" if self.remedy else line
 
 
-def add(verbs: Any) -> None:
+def add_doctor(verbs: Any) -> None:
     what = "list the paths that this machine supports, and how to get the others"
     add_verb(verbs, "doctor", _run, what, description=f"{what.capitalize()}.")
 

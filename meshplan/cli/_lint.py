@@ -1,8 +1,12 @@
-"""``meshplan lint``: problems of a mesh layout, before the job starts."""
+"""``meshplan lint``: problems of a mesh layout, before the job starts.
+``meshplan rule``: the page of a rule or an error code.
+"""
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import json
 from typing import Any
 
 from meshplan.cli._options import (
@@ -14,6 +18,13 @@ from meshplan.cli._options import (
     add_texts,
     add_timeout,
     add_verb,
+)
+from meshplan.errors import PolicyError
+from meshplan.lint._rules._rule import (
+    ERRORS,
+    RULES,
+    find_code,
+    format_rule_page,
 )
 
 _LEVELS = ("info", "warning", "error")
@@ -32,7 +43,7 @@ exit status:
 """
 
 
-def add(verbs: Any) -> None:
+def add_lint(verbs: Any) -> None:
     parser = add_verb(
         verbs,
         "lint",
@@ -57,8 +68,15 @@ def add(verbs: Any) -> None:
         help="execute this script as one rank of --world-size N, up to its first optimizer step, "
         "and check its meshes. Arguments after -- are its own",
     )
-    what = "leave out files and directories: 'tests', 'configs/old/*'; may be repeated"
-    add_texts(group, ("--exclude", "PATTERN", what), **REPEATED)
+    add_texts(
+        group,
+        (
+            "--exclude",
+            "PATTERN",
+            "leave out files and directories: 'tests', 'configs/old/*'; may be repeated",
+        ),
+        **REPEATED,
+    )
     add_texts(group, ("--stdin-filename", "FILE", "name of the file on standard input"))
     _add_jobs(parser)
     placement = add_placement(parser)
@@ -69,8 +87,11 @@ def add(verbs: Any) -> None:
     )
     add_timeout(placement, None)
     group = parser.add_argument_group("environment of NCCL")
-    what = "add a variable to those of this environment"
-    add_texts(group, ("--env", "KEY=VALUE", what), **REPEATED)
+    add_texts(
+        group,
+        ("--env", "KEY=VALUE", "add a variable to those of this environment"),
+        **REPEATED,
+    )
     add_switches(group, ("--no-env", "ignore the variables of this environment"))
     add_texts(
         group,
@@ -84,19 +105,21 @@ def add(verbs: Any) -> None:
 def _add_jobs(parser: argparse.ArgumentParser) -> None:
     jobs = parser.add_argument_group("jobs")
     add_mesh(jobs, **REPEATED)
-    what = "global rank at each coordinate of --mesh, row-major: 0,2,1,3 or [[0,2],[1,3]]"
     add_texts(
         jobs,
-        ("--ranks", "RANKS", what),
+        (
+            "--ranks",
+            "RANKS",
+            "global rank at each coordinate of --mesh, row-major: 0,2,1,3 or [[0,2],[1,3]]",
+        ),
         ("--world-size", "N", "number of ranks, if a file does not specify it"),
+        ("--reduce-order", "AXES", "axes in the order in which the job reduces them"),
     )
     jobs.add_argument(
         "--framework",
         choices=("dtensor", "fsdp2", "ddp"),
         help="how gradients are reduced (default: as the file does, else dtensor)",
     )
-    what = "axes in the order in which the job reduces them"
-    add_texts(jobs, ("--reduce-order", "AXES", what))
     add_texts(
         jobs,
         (
@@ -107,8 +130,10 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
         ("--dim", "N", "length of a sharded tensor dim"),
         **REPEATED,
     )
-    what = "the job reduce-scatters activations along model axes"
-    add_switches(jobs, ("--sequence-parallel", what))
+    add_switches(
+        jobs,
+        ("--sequence-parallel", "the job reduce-scatters activations along model axes"),
+    )
 
 
 def _add_rules(parser: argparse.ArgumentParser) -> None:
@@ -125,11 +150,13 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
         choices=_LEVELS,
         help="lowest severity that fails (default: error)",
     )
-    what = "treat all files as if named: fail if one is not judged; read tests and libraries too"
     add_switches(
         group,
         ("--allow-unjudged", "list inputs that could not be judged, without failing"),
-        ("--strict", what),
+        (
+            "--strict",
+            "treat all files as if named: fail if one is not judged; read tests and libraries too",
+        ),
         ("--exit-zero", "exit with 0 whatever is found"),
     )
     group = parser.add_argument_group("configuration")
@@ -139,18 +166,64 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = add_output(parser, _FORMATS)
-    what = "write the report here, not to standard output"
-    add_texts(group, ("--output-file", "FILE", what))
+    add_texts(
+        group,
+        ("--output-file", "FILE", "write the report here, not to standard output"),
+        ("--html", "FILE", "write a web page: findings, fixes and a drawing of the meshes"),
+    )
     add_switches(
         group,
         ("--fix", "print a diff for git apply, with the cheapest fix of each mesh"),
         ("--write", "with --fix: change the files, and report what is left"),
     )
-    what = "write a web page: findings, fixes and a drawing of the meshes"
-    add_texts(group, ("--html", "FILE", what))
 
 
 def _run(given: argparse.Namespace) -> int:
     from meshplan.cli._lint_run import run_lint
 
     return run_lint(given)
+
+
+def add_rule(verbs: Any) -> None:
+    parser = add_verb(
+        verbs,
+        "rule",
+        explain_rules,
+        "explain a rule of the linter or an error code",
+        description="Explain a rule or an error code: its meaning, its reason, and how to fix it.",
+    )
+    parser.add_argument("codes", nargs="*", metavar="CODE", help="MP101, or jagged-reduction")
+    parser.add_argument("--all", action="store_true", help="a table of all rules and errors")
+    add_output(parser)
+
+
+def explain_rules(given: argparse.Namespace) -> str:
+    """The pages of the codes in Markdown, with ``--all`` a table. As JSON, one object or a list."""
+    if bool(given.codes) == given.all:
+        raise PolicyError("no code; use, for example, meshplan rule MP101, or --all")
+    codes = [*RULES, *ERRORS] if given.all else list(dict.fromkeys(map(find_code, given.codes)))
+    if given.output_format == "json":
+        found = [{**_describe(code), "page": format_rule_page(code)} for code in codes]
+        return json.dumps(found if given.all or len(found) > 1 else found[0], indent=2) + "\n"
+    if not given.all:
+        return "\n".join(map(format_rule_page, codes))
+    lines = []
+    for heading, some in (
+        ("rules of meshplan lint", RULES),
+        ("errors of meshplan", ERRORS),
+    ):
+        lines.append(heading)
+        for one in map(_describe, some):
+            severity = one["severity"] if one["kind"] == "rule" else ""
+            lines.append(f"  {one['code']}  {severity:<7}  {one['name']:<23}  {one['summary']}")
+    return "\n".join([*lines, ""])
+
+
+def _describe(code: str) -> dict[str, Any]:
+    if code in RULES:
+        one = RULES[code]
+        found = ("rule", one.name, one.severity, one.summary)
+    else:
+        first = inspect.cleandoc(ERRORS[code].__doc__ or "").partition("\n")[0]
+        found = ("error", ERRORS[code].__name__, "error", first.replace("``", "`"))
+    return {"code": code, **dict(zip(("kind", "name", "severity", "summary"), found, strict=True))}

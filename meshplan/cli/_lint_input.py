@@ -7,19 +7,21 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 from meshplan.cli._options import (
     PLACEMENT_OPTIONS,
+    complain,
     count_hosts,
     read_hosts,
     read_inputs,
     read_number,
+    track,
 )
-from meshplan.cli._output import complain, track
 from meshplan.errors import MeshplanError, PolicyError, TopologyError
 from meshplan.lint._finding import InputKind, Source
 from meshplan.lint._job import Job, JobFile, Settings, Skipped
@@ -86,6 +88,10 @@ class FilePatterns:
         )
 
 
+def _match_any(patterns: Iterable[FilePatterns], path: str) -> bool:
+    return any(one.match(path) for one in patterns)
+
+
 @dataclass(slots=True)
 class FileReader:
     """Reads the jobs of files. An error in one does not prevent the others from being read."""
@@ -135,10 +141,12 @@ class FileReader:
             self.comments[name] = read_ignores(self.texts[name], file=name)
         return self._files[key]
 
-    def read_for(self, name: str, ranks: int, node_size: int | None) -> JobFile:
-        """The jobs of a file that `read` has read, with this number of ranks."""
+    def read_for(self, one: NamedInput, ranks: int, node_size: int | None) -> JobFile:
+        """The jobs of an input with this number of ranks."""
         options = RankOptions(ranks, node_size=node_size, arguments=self.ranks.arguments)
-        return read_jobs(name, self.texts.get(name, ""), options)
+        if one.kind == "arguments":
+            return read_arguments(options.arguments, options)
+        return read_jobs(one.name, self.texts.get(one.name, ""), options)
 
     def try_to_read(self, name: str, *, named: bool, below: str | None = None) -> JobFile:
         """The jobs of a file; one that is unreadable or invalid has a mesh that is not judged.
@@ -161,10 +169,8 @@ class FileReader:
 def _skip(name: str, error: MeshplanError) -> Skipped:
     text = str(error.args[0])
     place = re.match(rf"{re.escape(str(Source(name)))}(?::(\d+))?: ", text)
-    if place is None:
-        return Skipped(Source(name), text)
-    line = None if place[1] is None else int(place[1])
-    return Skipped(Source(name, line), text[place.end() :])
+    line = int(place[1]) if place and place[1] else None
+    return Skipped(Source(name, line), text[place.end() if place else 0 :])
 
 
 def expand_names(
@@ -209,7 +215,7 @@ def is_job(name: str, text: str) -> bool:
 def find_files(
     folder: str,
     included: FilePatterns,
-    excluded: Sequence[FilePatterns],
+    is_excluded: Callable[[str], bool],
     errors: dict[str, MeshplanError],
 ) -> list[str]:
     """The files below a directory, sorted, without those that git ignores or that are too long.
@@ -230,12 +236,11 @@ def find_files(
             if not name.startswith(".")
             and not any(fnmatchcase(name, one) for one in _NEVER)
             and not any(os.path.exists(os.path.join(here, name, one)) for one in _ENVIRONMENT)
-            and not any(one.match(os.path.join(here, name)) for one in excluded)
+            and not is_excluded(os.path.join(here, name))
         )
         for name in sorted(names):
             path = os.path.normpath(os.path.join(here, name))
-            is_wanted = included.match(path) and not any(one.match(path) for one in excluded)
-            if is_wanted and _is_description(Path(path)):
+            if included.match(path) and not is_excluded(path) and _is_description(Path(path)):
                 found.append(path)
     ignored = _find_ignored(folder, found)
     return [path for path in found if path not in ignored]
@@ -282,6 +287,10 @@ class NamedInput:
     # Of the file, each with its cluster
     jobs: list[tuple[Job, Cluster]] = field(default_factory=list)
     contradiction: str = ""  # of the numbers of ranks in the file and in the options; may be empty
+
+    def skip(self, source: Source, why: str) -> None:
+        """Note a mesh that is not judged."""
+        self.file = replace(self.file, skipped=(*self.file.skipped, Skipped(source, why)))
 
     def read_placement(self) -> Inputs | None:
         """The placement in its settings, with paths relative to the configuration."""
@@ -339,16 +348,14 @@ def read_request(given: argparse.Namespace, reader: FileReader) -> LintRequest:
     if config is not None:
         request.settings = config.file.settings or request.settings
     place = "." if config is None else os.path.dirname(config.name)
-    excluded = (
-        FilePatterns(tuple(given.exclude)),
-        FilePatterns(request.settings.exclude, place),
-    )
+    excluded = FilePatterns(tuple(given.exclude)), FilePatterns(request.settings.exclude, place)
+    is_excluded = partial(_match_any, excluded)
     included = FilePatterns(request.settings.include or INCLUDED, place)
-    files = [one for one in files if not any(two.match(one.name) for two in excluded)]
+    files = [one for one in files if not is_excluded(one.name)]
     known = {os.path.abspath(one.name) for one in files}
-    below = {one: at for one, at in matches.items() if not any(two.match(one) for two in excluded)}
+    below = {one: at for one, at in matches.items() if not is_excluded(one)}
     for folder in folders:
-        for name in find_files(folder, included, excluded, reader.errors):
+        for name in find_files(folder, included, is_excluded, reader.errors):
             below.setdefault(name, folder)
     for name, folder in track("reading file", [*below.items()]):
         if os.path.abspath(name) not in known:

@@ -7,7 +7,13 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import (
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+    Set,
+)
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,14 +30,17 @@ from meshplan.cli._lint_input import (
 )
 from meshplan.cli._options import (
     check_timeout,
+    complain,
     count_hosts,
     find_cluster,
     list_placement_options,
     read_inputs,
     read_number,
+    refuse,
     require_cluster,
+    save,
+    write,
 )
-from meshplan.cli._output import complain, refuse, save, say
 from meshplan.errors import MeshplanError, PolicyError, TopologyError
 from meshplan.layout import Layout
 from meshplan.lint._facts import (
@@ -50,13 +59,13 @@ from meshplan.lint._finding import (
     Source,
     join_names,
 )
-from meshplan.lint._job import Job, JobFile, Settings, Skipped
-from meshplan.lint._read_jobs import RankOptions, read_arguments
+from meshplan.lint._job import Job, JobFile, Settings
+from meshplan.lint._read_jobs import RankOptions
 from meshplan.lint._reductions import is_uniform
 from meshplan.lint._reporters import render, wants_color
 from meshplan.lint._reporters.text import format_fix, format_source, make_diff
 from meshplan.lint._roles import (
-    AXIS_NAMES,
+    ROLE_OF,
     ROLES,
     Role,
     assume_roles,
@@ -73,11 +82,8 @@ class _Run:
     facts: Sequence[JobFacts]
     settings: Settings
     level: int  # index of the lowest severity that fails
-    errors: tuple[MeshplanError, ...]  # why inputs that the user named cannot be read or placed
 
     def find_status(self, *, exit_zero: bool) -> int:
-        if self.errors:
-            return 2
         fails = any(SEVERITIES.index(one.severity) >= self.level for one in self.report.findings)
         fails |= bool(self.report.list_inputs("not judged")) and not self.report.allow_unjudged
         return 1 if fails and not exit_zero else 0
@@ -103,12 +109,13 @@ def run_lint(given: argparse.Namespace) -> int:
     # All ranks of a live job have the same findings, and rank 0 reports them.
     is_first = not given.live or os.environ.get("RANK") == "0"
     if given.write and is_first:
-        run, edits, titles = _fix(given, reader, run)
-        for edit in edits:
+        run, changes = _fix(given, reader, run)
+        for edit, titles in changes:
             edit.write()
-            complain(f"meshplan: {Source(edit.file)}: changed; {'; '.join(titles[edit.file])}\n")
+            complain(f"meshplan: {Source(edit.file)}: changed; {'; '.join(titles)}\n")
+    errors = {str(error): error for error in reader.errors.values()}
     if is_first:
-        for error in {str(error): error for error in run.errors}.values():
+        for error in errors.values():
             refuse(error)
         if given.html is not None:
             # Imported here: few commands draw.
@@ -118,10 +125,11 @@ def run_lint(given: argparse.Namespace) -> int:
         if given.fix and not given.write:
             _write_diffs(given, reader, run)
         else:
-            is_shown = given.output_file is None and sys.stdout is not None  # None if it is closed
+            # A closed stream is None.
+            is_shown = given.output_file is None and sys.stdout is not None
             color = is_shown and wants_color(sys.stdout, os.environ)
-            _write(given, render(run.report, output_format, color=color))
-    return run.find_status(exit_zero=given.exit_zero)
+            write(given.output_file, render(run.report, output_format, color=color))
+    return 2 if errors else run.find_status(exit_zero=given.exit_zero)
 
 
 def _lint(given: argparse.Namespace, reader: FileReader) -> _Run:
@@ -137,23 +145,21 @@ def _lint(given: argparse.Namespace, reader: FileReader) -> _Run:
         (*kept.ignore, *given.ignore),
     )
     level = SEVERITIES.index(given.fail_level or settings.fail_level or "error")
-    fatal = {rule.code for rule in RULES.values() if SEVERITIES.index(rule.severity) >= level}
-    inputs = list_states(request, {code for code in fatal if selection.wants(code)})
+    severe = [one.code for one in RULES.values() if SEVERITIES.index(one.severity) >= level]
+    inputs = list_states(request, {*filter(selection.wants, severe)})
     facts = [JobFacts(job, cluster) for job, cluster in request.jobs]
     report = _report(given, request, facts, selection, inputs)
-    errors = tuple(reader.errors.values())
-    return _Run(report, facts, settings, level, errors)
+    return _Run(report, facts, settings, level)
 
 
 def _fix(
     given: argparse.Namespace, reader: FileReader, run: _Run
-) -> tuple[_Run, list[Edit], dict[str, list[str]]]:
+) -> tuple[_Run, Iterable[tuple[Edit, list[str]]]]:
     """Change the texts of the reader until no finding has a fix that is a change of a file. A fix
     is tried with the other meshes of its file as they are, so each round makes one change of each
-    file and lints again. Returns the last run, the changes, and titles of fixes by file.
+    file and lints again. Returns the last run, and the change of each file with titles of fixes.
     """
-    edits: dict[str, Edit] = {}
-    titles: dict[str, list[str]] = {}
+    changes: dict[str, tuple[Edit, list[str]]] = {}
     seen: set[tuple[str, str]] = set()
     while True:
         chosen: dict[str, tuple[str, Edit]] = {}
@@ -162,11 +168,11 @@ def _fix(
             if fix and fix.edit and (fix.edit.file, fix.edit.after) not in seen:
                 chosen.setdefault(fix.edit.file, (fix.title, fix.edit))
         if not chosen:
-            return run, list(edits.values()), titles
+            return run, changes.values()
         for file, (title, edit) in chosen.items():
             seen.add((file, edit.after))
-            edits[file] = replace(edits.get(file, edit), after=edit.after)
-            titles.setdefault(file, []).append(title)
+            first, titles = changes.get(file, (edit, []))
+            changes[file] = replace(first, after=edit.after), [*titles, title]
             reader.replace(file, edit.after)
         run = _lint(given, reader)
 
@@ -245,16 +251,9 @@ def _describe_unlisted(request: LintRequest) -> str:
     return f"{count} file{'s' * (count > 1)} not judged ({remedy})" if count else ""
 
 
-def _write(given: argparse.Namespace, text: str) -> None:
-    if given.output_file is not None:
-        save(given.output_file, text)
-    else:
-        say(text)
-
-
 def _write_diffs(given: argparse.Namespace, reader: FileReader, run: _Run) -> None:
     complain(render(run.report, "concise"))
-    _, edits, _ = _fix(given, reader, run)
+    _, changes = _fix(given, reader, run)
     seen = set()
     for finding in run.report.findings:
         # Two findings are often about one mesh, and one change fixes both.
@@ -267,10 +266,7 @@ def _write_diffs(given: argparse.Namespace, reader: FileReader, run: _Run) -> No
                     finding.fixes[0],
                 )
                 complain(f"meshplan: {where}: no change of a file; {format_fix(fix)}\n")
-    _write(
-        given,
-        "".join(make_diff(one.file, one.before, one.after) for one in edits),
-    )
+    write(given.output_file, "".join(make_diff(edit) for edit, _ in changes))
 
 
 # The placement of the jobs of each input, and with that its state.
@@ -308,9 +304,8 @@ def place_jobs(request: LintRequest, given: argparse.Namespace) -> None:
             if not one.is_found:
                 request.reader.errors[one.name] = error
             first = next((job.source for job in one.file.jobs), Source(one.name))
-            skipped = Skipped(first, str(error.args[0]))
             one.jobs.clear()
-            one.file = replace(one.file, skipped=(*one.file.skipped, skipped))
+            one.skip(first, str(error.args[0]))
     errors = list(request.reader.errors.values())
     unread = sum(one.name in request.reader.errors or bool(one.jobs) for one in request.inputs)
     if errors and not request.jobs and (unread == 1 or len({*map(str, errors)}) == 1):
@@ -325,17 +320,17 @@ def _place_jobs(
     roles: Mapping[str, Role],
     live: Cluster | None,
 ) -> None:
+    apply = partial(_apply_options, given=given, roles=roles)
     if one.file.jobs:
         own, one.contradiction = _prefer_file(one, placement, request.reader.ranks)
         placement = own if live is None else None
     has_nodes = live or placement or one.file.hosts or one.file.ranks_per_host
     is_guess = one.kind == "file" and not has_nodes
     if live is None and one.file.skipped:
-        _judge_every_size(request, given, one, _USUAL if is_guess else (placement,), roles)
-    for job in (_apply_options(job, given, roles) for job in one.file.jobs):
+        _judge_every_size(request, one, _USUAL if is_guess else (placement,), apply)
+    for job in map(apply, one.file.jobs):
         if unknown := job.find_unknown_axes():
-            skipped = Skipped(job.source, _explain_roles(job, unknown, roles))
-            one.file = replace(one.file, skipped=(*one.file.skipped, skipped))
+            one.skip(job.source, _explain_roles(job, unknown, roles))
         usual = _find_usual(job) if is_guess and not unknown else None
         if usual is not None:
             note = f"{job.every_size or 'no hazard on nodes of 8'}, {_NOT_READ}"
@@ -352,28 +347,25 @@ def _find_usual(job: Job) -> Cluster | None:
     ranks = job.layout.highest_rank + 1
     if find_cluster(Inputs(), ranks) is not None:
         return None  # the environment has a number
-    found = [read_cluster(one, ranks, {}) for one in _USUAL]
-    judged = all(one is not None and is_uniform(job, one.topology) for one in found)
-    return found[0] if judged else None
+    found = [require_cluster(read_cluster(one, ranks, {})) for one in _USUAL]
+    return found[0] if all(is_uniform(job, one.topology) for one in found) else None
 
 
 def _judge_every_size(
     request: LintRequest,
-    given: argparse.Namespace,
     one: NamedInput,
-    placements: Sequence[Inputs | None],  # several: guesses, and no hazard on any is judged
-    roles: Mapping[str, Role],
+    # Several are guesses, and no hazard on any is judged.
+    placements: Sequence[Inputs | None],
+    apply: Callable[[Job], Job],  # the options
 ) -> None:
     """Read the input for a number of ranks that stands for all, if the number is unknown."""
     own = one.file
 
     def read(ranks: int) -> JobFile:
-        if one.kind == "arguments":
-            return read_arguments(given.arguments, RankOptions(ranks))
-        return request.reader.read_for(one.name, ranks, node_size)
+        return request.reader.read_for(one, ranks, node_size)
 
     def read_jobs(ranks: int) -> list[Job]:
-        return [_apply_options(job, given, roles) for job in read(ranks).jobs]
+        return [*map(apply, read(ranks).jobs)]
 
     from meshplan.lint._every_size import judge_every_size
 
@@ -497,11 +489,7 @@ def _explain_roles(job: Job, axes: Sequence[str], roles: Iterable[str]) -> str:
     guesses = ["replicate"] * (len(axes) - 1) + ["shard"]
     line = ", ".join(f'{axis} = "{role}"' for axis, role in zip(axes, guesses, strict=True))
     # A spelling mistake in the mesh, or in the roles of the configuration.
-    known = [
-        *roles,
-        *(name for names in AXIS_NAMES.values() for name in names),
-    ]
-    hints = dict.fromkeys(suggest(axis, known, 0.75) for axis in axes)
+    hints = dict.fromkeys(suggest(axis, [*roles, *ROLE_OF], 0.75) for axis in axes)
     return (
         f"the use of {join_names(axes)} in {job.layout} is not visible and the "
         f"name{'s are' if len(axes) > 1 else ' is'} unknown{''.join(hints)}; add to meshplan.toml: "
@@ -607,7 +595,7 @@ def _explain_tray(job: Job, cluster: Cluster, fatal: Set[str]) -> str:
     racks = _RACK if isinstance(nodes, int) else tuple(node // trays for node in nodes or ())
     topology = replace(cluster.topology, node_map=racks, domain_map=racks)
     then = JobFacts(job, replace(cluster, topology=topology), is_trial=True).codes
-    if fatal & {*now} or not fatal & {*then}:
+    if fatal & now.keys() or not fatal & then.keys():
         return ""
     return (
         f"{job.layout}: hosts of {_TRAY} GPUs may be trays of a rack that NVLink joins, and with "

@@ -1,6 +1,7 @@
 """``meshplan plan``: the plan of a redistribution, its cost, and the hazards without meshplan.
 ``meshplan simulate``: the replicas after all-reduces in the order of the NCCL model, or with
 ``--cost`` the predicted costs of all-reduces, on one mesh or on growing clusters.
+``meshplan links``: measured costs of the links between the ranks of a job.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshplan import planner
 from meshplan._dtypes import itemsize
+from meshplan._needs_torch import import_with_torch
 from meshplan.cli._options import (
     REPEATED,
     add_mesh,
@@ -23,16 +26,24 @@ from meshplan.cli._options import (
     add_placement,
     add_switches,
     add_texts,
+    add_timeout,
     add_verb,
+    check_timeout,
+    complain,
     find_cluster,
+    format_table,
     list_placement_options,
     quote,
     read_inputs,
     read_number,
+    refuse,
     require_cluster,
+    require_launcher,
+    track,
+    try_to_open,
+    write,
 )
-from meshplan.cli._output import format_table, track
-from meshplan.errors import PolicyError, TopologyError
+from meshplan.errors import MeshplanError, PolicyError, TopologyError
 
 if TYPE_CHECKING:
     from meshplan.layout import Layout
@@ -64,7 +75,7 @@ _MAX_GROUP = 1 << 16
 _MAX_DIMS, _MAX_ELEMENTS = 64, 1 << 62
 
 
-def add(verbs: Any) -> None:
+def add_plan(verbs: Any) -> None:
     parser = add_verb(
         verbs,
         "plan",
@@ -73,8 +84,11 @@ def add(verbs: Any) -> None:
         description="Plan one DTensor redistribution, without a job.",
     )
     add_mesh(parser)
-    what = "for each axis: P, P(avg), S(0) or R"
-    add_texts(parser, ("--from", "PLACEMENTS", what), dest="src")
+    add_texts(
+        parser,
+        ("--from", "PLACEMENTS", "for each axis: P, P(avg), S(0) or R"),
+        dest="src",
+    )
     add_texts(parser, ("--to", "PLACEMENTS", "for each axis: R or S(0)"), dest="dst")
     add_texts(
         parser,
@@ -97,13 +111,15 @@ def add(verbs: Any) -> None:
         default="auto",
         help="default: auto, an exchange or recursive halving",
     )
-    add_links(parser)
+    add_links_file(parser)
     add_placement(parser)
-    what = "also show the rejected plans, and why they were rejected"
-    add_switches(add_output(parser), ("--explain", what))
+    add_switches(
+        add_output(parser),
+        ("--explain", "also show the rejected plans, and why they were rejected"),
+    )
 
 
-def add_links(parser: Any) -> None:
+def add_links_file(parser: Any) -> None:
     text = "latencies and bandwidths in JSON from meshplan links, or - for standard input "
     text += "(default: data-sheet figures; with simulate --cost those of --gpu)"
     add_texts(parser, ("--links", "FILE", text))
@@ -328,7 +344,7 @@ def add_simulate(verbs: Any) -> None:
         choices=("h100", "a100", "a100-efa", "gb200"),
         help="links fitted to published times (default: h100; EFA: the network of AWS)",
     )
-    add_links(parser)
+    add_links_file(parser)
     add_placement(parser)
     add_output(parser)
 
@@ -535,10 +551,8 @@ def _predict_mesh(given: argparse.Namespace, dtype: str, model: _Model) -> str:
         _HEAD,
         *(row.format_cells() for row in rows if rows[0].found.steps),
     ]
-    about, notes = (
-        _describe_message(numel, dtype),
-        model.describe(layout.world_size),
-    )
+    about = _describe_message(numel, dtype)
+    notes = model.describe(layout.world_size)
     return _format_mesh(given, layout, topology, facts, about, table, notes)
 
 
@@ -644,3 +658,61 @@ def _describe_message(numel: int, dtype: str) -> str:
 
 def _describe_elements(numel: int, dtype: str) -> str:
     return f"{numel} element{'s' if numel > 1 else ''} of {dtype}"
+
+
+def add_links(verbs: Any) -> None:
+    parser = add_verb(
+        verbs,
+        "links",
+        measure_links,
+        "measure latencies and bandwidths between the ranks of a job",
+        description="Run with torchrun on all ranks of an otherwise idle job. Times exchanges "
+        "and recursive halving between the ranks of a domain, of a node and of several nodes, and "
+        "writes latencies and bandwidths for --links of meshplan plan and meshplan simulate "
+        "--cost.",
+    )
+    option = parser.add_argument
+    option(
+        "--backend",
+        choices=("gloo", "nccl"),
+        help="default: nccl with GPUs, else gloo",
+    )
+    option(
+        "--repeat",
+        type=int,
+        default=20,
+        metavar="N",
+        help="repetitions of each exchange (default: 20)",
+    )
+    add_timeout(parser)
+    add_texts(
+        parser.add_argument_group("output"),
+        ("--output-file", "FILE", "write the links here, not to standard output"),
+    )
+
+
+def measure_links(given: argparse.Namespace) -> int:
+    # Only rank 0 reports an invalid command: the error is the same on all ranks.
+    rank = os.environ.get("RANK") or "0"
+    try:
+        require_launcher(
+            os.environ,
+            "meshplan links",
+            "links --output-file links.json",
+        )
+        check_timeout(given.timeout)
+        if not 1 <= given.repeat <= 10_000:
+            raise PolicyError(f"--repeat: use an integer from 1 to 10000, got {given.repeat}")
+        if given.output_file is not None and rank == "0":
+            try_to_open(given.output_file)
+        ranks = import_with_torch("meshplan.cli._ranks", "meshplan links")
+        text, about = ranks.measure(given.backend, given.repeat, given.timeout)
+        if rank == "0":
+            write(given.output_file, text + "\n")
+            complain(about + "\n")
+        return 0
+    except PolicyError as error:
+        return refuse(error) if rank == "0" else 2
+    except (MeshplanError, RuntimeError, ValueError, OSError) as error:
+        complain(f"meshplan: rank {rank[:10]}: {' '.join(str(error).split())[:1000]}\n")
+    return 2

@@ -21,12 +21,19 @@ from types import ModuleType
 from typing import Any
 
 from meshplan._needs_torch import import_with_torch
-from meshplan.cli._options import add_switches, add_texts, add_verb, read_number
-from meshplan.cli._output import refuse, say, try_to_open
+from meshplan.cli._options import (
+    add_switches,
+    add_texts,
+    add_verb,
+    read_number,
+    refuse,
+    say,
+    try_to_open,
+)
 from meshplan.errors import MeshplanError, PolicyError
 
 
-def add(verbs: Any) -> None:
+def add_run(verbs: Any) -> None:
     """Add the verb to the command line."""
     what = "run a training script and report whether its replicas differ"
     about = "Use torchrun, or another launcher, to run it on all ranks of a job. The script runs as"

@@ -15,7 +15,12 @@ import numpy as np
 
 from meshplan.layout import Integers
 from meshplan.lint._facts import JobFacts
-from meshplan.lint._finding import Finding, Fix, LintReport, join_names
+from meshplan.lint._finding import (
+    Finding,
+    Fix,
+    LintReport,
+    join_names,
+)
 from meshplan.lint._reporters.text import (
     escape_line,
     escape_text,

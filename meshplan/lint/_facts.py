@@ -15,7 +15,12 @@ from functools import cached_property
 
 import numpy as np
 
-from meshplan.lint._finding import SEVERITIES, Finding, Fix, join_names
+from meshplan.lint._finding import (
+    SEVERITIES,
+    Finding,
+    Fix,
+    join_names,
+)
 from meshplan.lint._job import Job
 from meshplan.lint._programs import is_reached
 from meshplan.lint._reductions import (

@@ -47,7 +47,7 @@ def make_mesh_fix(job: Job, layout: Layout, what: str, cost: str) -> Fix:
         if after is not None:
             assert before is not None
             edit = Edit(job.source.file, before, after)
-            diff = make_diff(edit.file, before, after)
+            diff = make_diff(edit)
     return Fix(f"{what} --mesh {mesh}", cost, mesh, diff, edit)
 
 

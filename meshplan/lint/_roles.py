@@ -94,7 +94,7 @@ AXIS_NAMES: Mapping[Role, tuple[str, ...]] = {
 }
 """The names of each role: in lower case, without a plural, ``_parallel`` or digits at the end."""
 
-_ROLE_OF: Mapping[str, Role] = {name: role for role, names in AXIS_NAMES.items() for name in names}
+ROLE_OF: Mapping[str, Role] = {name: role for role, names in AXIS_NAMES.items() for name in names}
 _ENDING = re.compile(r"(?:_?(?:parallel(?:ism)?|axis|dim|mesh|group|size|degree|\d))+$")
 # No framework has longer names; a file may have names of any length.
 _MAX_NAME = 64
@@ -106,12 +106,12 @@ def _normalize(axis: str) -> str:
         return axis
     name = axis.lower().replace("-", "_").replace(".", "_")
     name = _ENDING.sub("", name).rstrip("_") or name
-    return name if name in _ROLE_OF else name.removesuffix("s")
+    return name if name in ROLE_OF else name.removesuffix("s")
 
 
 def find_role(axis: str) -> Role:
     """The usual role of an axis of this name; ``unknown`` for a name of no framework."""
-    return _ROLE_OF.get(_normalize(axis), "unknown")
+    return ROLE_OF.get(_normalize(axis), "unknown")
 
 
 def resolve_roles(
@@ -122,7 +122,7 @@ def resolve_roles(
     """
     names = [_normalize(axis) for axis in axes]
     roles = [
-        _ROLE_OF.get(name, "unknown") if role == "unknown" else role
+        ROLE_OF.get(name, "unknown") if role == "unknown" else role
         for name, role in zip(names, given, strict=True)
     ]
     if framework != "fsdp2":

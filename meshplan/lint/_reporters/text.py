@@ -13,6 +13,7 @@ from typing import TextIO
 from meshplan._message_text import format_first
 from meshplan.lint._finding import (
     SEVERITIES,
+    Edit,
     Finding,
     Fix,
     LintInput,
@@ -121,16 +122,16 @@ def make_relative(file: str) -> str:
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 
 
-def make_diff(name: str, before: str, after: str) -> str:
+def make_diff(edit: Edit) -> str:
     """The unified diff of a file whose name is relative to the working directory or absolute, as
     ``git apply`` and ``patch -p1`` read it.
     """
     # After a tab is a date, and without one git ends a name at a blank.
     import difflib  # most runs need no diff, and this takes 3 ms
 
-    path = make_relative(name).lstrip("/")
+    path = make_relative(edit.file).lstrip("/")
     path += "\t" * (" " in path)
-    old, new = (_LINE.findall(text) for text in (before, after))
+    old, new = (_LINE.findall(text) for text in (edit.before, edit.after))
     lines = difflib.unified_diff(old, new, f"a/{path}", f"b/{path}")
     return "".join(
         line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines

@@ -103,10 +103,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(_registered)
 
 
 def register(new: Rule) -> Rule:
-    """Add a rule. It runs, is selected, explained and reported like all others.
-
-    Raises:
-        ValueError: the code or the name is taken.
+    """Add a rule. It runs, is selected, explained and reported like all others. Raises ValueError
+    if the code or the name is taken.
     """
     if any(new.code == one.code or new.name == one.name for one in RULES.values()):
         raise ValueError(f"there is a rule {new.code} or {new.name} already; choose another")
