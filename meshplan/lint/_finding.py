@@ -42,7 +42,7 @@ class Edit:
     after: str = field(repr=False)
 
     def write(self) -> None:
-        """Raises PolicyError if the file is unreadable, or was changed since it was read."""
+        """Change the file. Raises PolicyError if it is unreadable, or changed since it was read."""
         path = Path(self.file)
         try:
             content = path.read_bytes()
