@@ -73,8 +73,7 @@ class Hazard:
         classes: per modelled algorithm, the largest number of different associations of additions
             among siblings that must agree; empty if the topology is unknown.
         unknown: algorithms and libraries with an undocumented order, which are never safe.
-        algorithm: the algorithm that ``examples`` shows; ``None`` without examples.
-        channel: the channel that ``examples`` shows; ``None`` without examples.
+        algorithm, channel: those that ``examples`` shows; ``None`` without examples.
         chunk: the ring chunk that ``examples`` shows; ``None`` for the tree.
         examples: two siblings that may add in different orders: those on the fewest nodes, then
             those with the lowest rank. Empty unless the verdict is ``may differ``.
@@ -167,8 +166,9 @@ class Siblings:
         topology: rank placement; its nodes must be known.
         sort_ranks: NCCL ranks ascend by global rank, as in groups that torch creates for a mesh;
             else by mesh coordinate, as in groups of meshplan.
-        channels: the most channels that NCCL uses; ``None``: one ring and two trees for each head
-            (`nccl_order`), with as many heads as the fullest node of a group has ranks.
+        channels: the most channels that NCCL uses (``NCCL_MAX_NCHANNELS``); ``None``: one ring and
+            two trees for each head (`nccl_order`), with as many heads as the fullest node of a
+            group has ranks, as on hosts with a network card for each GPU.
 
     Attributes:
         members: global ranks by NCCL rank, an int64 array [groups, ranks per group]; groups by
@@ -274,9 +274,8 @@ class Siblings:
 
     def ring(self, group: int, channel: int = 0) -> tuple[int, ...]:
         """The ring of a group in a channel, as places by mesh coordinate."""
-        ring = order.join_rings(self._nodes[int(self.pattern[group])], channel % self.heads)
-        place = self._place_leaf(int(self.pattern[group]))
-        return ring if self._place is None else tuple(map(place, ring))
+        ring = order.join_rings(self._nodes[self.pattern[group]], channel % self.heads)
+        return tuple(map(self._place_leaf(group), ring))
 
     def tree(
         self,
@@ -288,7 +287,7 @@ class Siblings:
         """The association of global ranks under ``algorithm`` in a ``channel`` of a ``group``.
         Each ``chunk`` of the message starts at another rank of a ring; a tree ignores it.
         """
-        nodes, head = self._nodes[int(self.pattern[group])], channel % self.heads
+        nodes, head = self._nodes[self.pattern[group]], channel % self.heads
         ranks = self.members[group].tolist()
         if algorithm == "ring":
             tree = order.ring_tree(order.join_rings(nodes, head), chunk)
@@ -301,7 +300,7 @@ class Siblings:
 
     def smallest(self, groups: Integers) -> int:
         """Of ``groups``, the one on the fewest nodes; of several such, that of the lowest rank."""
-        nodes = np.array([len(s) for s in self.signatures], dtype=np.int64)[self.pattern[groups]]
+        nodes = np.array([len(s) for s in self.signatures])[self.pattern[groups]]
         lowest = self.members[groups].min(axis=1)
         return int(groups[np.lexsort((lowest, nodes))[0]])
 
@@ -354,19 +353,19 @@ class Siblings:
         """Evaluate the tree of a ``group`` in a ``channel``: ``leaf`` on the place of each rank by
         mesh coordinate, ``join`` on each pair.
         """
-        place = self._place_leaf(int(self.pattern[group]))
+        place = self._place_leaf(group)
         return order.fold_nodes(
-            self._nodes[int(self.pattern[group])],
+            self._nodes[self.pattern[group]],
             channel % self.heads,
             channel >= self.heads,
             lambda rank: leaf(place(rank)),
             join,
         )
 
-    def _place_leaf(self, pattern: int) -> Callable[[int], int]:
+    def _place_leaf(self, group: int) -> Callable[[int], int]:
         if self._place is None:
-            return lambda rank: rank
-        place: list[int] = self._place[pattern].tolist()
+            return int
+        place: list[int] = self._place[self.pattern[group]].tolist()
         return place.__getitem__
 
 
@@ -450,12 +449,7 @@ def hazards(
             the point at which it is gathered. torch gathers inner axes before it reduces outer
             ones. An axis that ``steps`` omits is gathered after the last reduction. By default
             all partial axes are one reduction (one for each axis if their arithmetic differs).
-        sort_ranks: ranks of a communicator ascend by global rank, as in groups that torch creates
-            for a mesh; ``False``: by mesh coordinate, as in groups that meshplan creates. Both
-            are the same on a mesh whose ranks ascend.
-        channels: the most channels that NCCL uses (``NCCL_MAX_NCHANNELS``). By default one ring and
-            two trees for each of the ranks of the fullest node, as on hosts with a network card for
-            each GPU.
+        sort_ranks, channels: as for ``Siblings``.
         siblings_over: the groups over axes, of the same layout, topology and options, for callers
             that check several problems of a large mesh. By default they are computed in each call.
         with_examples: whether to write out the orders of two groups; seconds for those of 100,000
@@ -669,8 +663,6 @@ def _add_examples(hazard: Hazard, siblings: Siblings, mixed: Integers) -> Hazard
     numbers = siblings.associations(algorithm, mixed)
     differ = (numbers != numbers[:, :1]).any(axis=1)
     mixed, numbers = mixed[differ], numbers[differ]
-    # The first example is the group that is easiest to read, the second one of its siblings in
-    # another order.
     first = siblings.smallest(mixed.flatten())
     row = int((mixed == first).any(axis=1).argmax())
     other = numbers[row] != numbers[row][mixed[row] == first]

@@ -6,10 +6,8 @@ Between ranks that do the same at the same time it takes, by the class of link t
 
     launch + batch + latency + bytes / bandwidth.
 
-``predict_turns`` follows one rank of each kind through all rounds. Where tensors are sent in
-chunks, the rounds of all chunks under way are one batch, while the blocks exchange other chunks. A
-collective pays a latency for each peer, a batch one: an all-to-all of thousands of ranks is not all
-under way at once.
+``predict_turns`` follows one rank of each kind through all rounds. A collective pays a latency for
+each peer, a batch one: an all-to-all of thousands of ranks is not all under way at once.
 """
 
 from __future__ import annotations
@@ -321,8 +319,9 @@ Between = Literal["exchange", "halving"]
 
 @dataclass(frozen=True, slots=True)
 class ReductionStrategy:
-    """One way to reduce: the sharded axes, the ranks per block that reduce first, and what the
-    blocks do with their partials; without blocks, what the ranks do with their summands."""
+    """One way to reduce: the sharded axes, the ranks per block that reduce first (a subtree of the
+    contract's tree; 1: no blocks), and what the blocks do with their partials; without blocks, what
+    the ranks are predicted to do with their summands."""
 
     axes: tuple[int, ...]
     sharded: tuple[int, ...] = ()

@@ -50,12 +50,8 @@ class Step:
     # Of the shards, by position on the one axis of ``scatter``; empty: as ``torch.chunk``
     # splits.
     lengths: tuple[int, ...] = ()
-    # For a hierarchical ``exchange``: the ranks per block that combine their summands
-    # first; 1 for a flat exchange. A divisor of the group size whose blocks are subtrees
-    # of the contract's tree.
+    # inner, between: of an ``exchange``, as in ``ReductionStrategy``.
     inner: int = 1
-    # For an ``exchange``: how the blocks reduce their partials; without blocks, which
-    # path is predicted for the ranks.
     between: Between = "exchange"
     # For a flat ``exchange``: how far apart its ranks are; ``None`` if nothing decides
     # between its paths when the size is known.

@@ -2,7 +2,7 @@
 
 The model can show that two groups may disagree. It cannot certify that they agree. It covers NCCL
 2.30.7, the Simple protocol, hosts whose GPUs are joined by NVSwitch and have a network card each,
-and the Ring and Tree algorithms. NVLS, CollNet and PAT have no order here.
+and the Ring and Tree algorithms. NVLS, CollNet and PAT have no order here. Sources are its files.
 
 NCCL splits a message over channels. Each *head* of a node, which is the rank that talks to other
 nodes, has a ring and two trees. With ``n`` heads, channel ``c`` has the head ``c % n``, and the
@@ -36,7 +36,7 @@ def nodes_of_group(
     node_of_member: Sequence[int],
 ) -> tuple[tuple[int, ...], ...]:
     """Group ranks of every node: nodes by their first group rank, ranks in a node ascending.
-    ``LayoutError`` without members. Source: NCCL 2.30.7, src/init.cc (node numbering).
+    ``LayoutError`` without members. Source: src/init.cc (node numbering).
     """
     if len(node_of_member) == 0:
         raise LayoutError("node_of_member is empty; give one node number per group rank")
@@ -49,8 +49,8 @@ def nodes_of_group(
 def count_heads(ranks_per_node: Sequence[int]) -> int:
     """Heads of a group: the most ranks that one of its nodes has; 1 on a single node.
 
-    Source: NCCL 2.30.7, src/graph/search.cc: the search starts a channel at each network card. A
-    communicator has at most 64 channels, of which half are for second trees.
+    Source: src/graph/search.cc: the search starts a channel at each network card. A communicator
+    has at most 64 channels, of which half are for second trees.
     """
     return min(max(ranks_per_node), _MOST_CHANNELS // 2) if len(ranks_per_node) > 1 else 1
 
@@ -59,8 +59,8 @@ def ring_order(node_of_member: Sequence[int], head: int = 0) -> tuple[int, ...]:
     """Group ranks in ring order, starting at group rank 0: of several nodes each contributes the
     rank at position ``head`` and then the others descending, cyclically; a single one ascends.
 
-    Source: NCCL 2.30.7, src/graph/search.cc (order tried first on NVSwitch hosts) and
-    src/graph/rings.cc. The rings of heads 0 and 1 stand in a log of three H100 hosts.
+    Source: src/graph/search.cc (order tried first on NVSwitch hosts) and src/graph/rings.cc.
+    The rings of heads 0 and 1 stand in a log of three H100 hosts.
     """
     return join_rings(nodes_of_group(node_of_member), head)
 
@@ -81,7 +81,7 @@ def join_rings(nodes: Sequence[Sequence[int]], head: int) -> tuple[int, ...]:
 def ring_sequence(ring: Sequence[int], chunk: int) -> list[int]:
     """The order in which ring chunk ``chunk`` adds: from the position after ``chunk`` round to it,
     each rank its own value on the left of the partial sum that arrives. ``LayoutError`` if there is
-    no such chunk. Source: NCCL 2.30.7, src/device/all_reduce.h, runRing.
+    no such chunk. Source: src/device/all_reduce.h, runRing.
     """
     if not 0 <= chunk < len(ring):
         raise LayoutError(
@@ -104,7 +104,7 @@ def root_tree(ring: Sequence[int], rank: int) -> Tree:
     """Association of a block that must end at group rank ``rank``, once round the ring: its block
     in a reduce-scatter, or a reduce to it. ``LayoutError`` if it is not on the ring.
 
-    Source: NCCL 2.30.7, src/device/reduce_scatter.h and src/device/reduce.h, runRing.
+    Source: src/device/reduce_scatter.h and src/device/reduce.h, runRing.
     """
     if rank not in ring:
         raise LayoutError(f"group rank {rank} is not on the ring {tuple(ring)}")
@@ -116,8 +116,8 @@ def ring_chunks(numel: int, group_size: int, itemsize: int) -> list[tuple[int, i
     that cover ``[0, numel)``. ``LayoutError`` for a number that is negative, or 0 but for
     ``numel``.
 
-    Source: NCCL 2.30.7, src/device/all_reduce.h, runRing; 2 MiB is half of the default 4 MiB buffer
-    of the Simple protocol.
+    Source: src/device/all_reduce.h, runRing; 2 MiB is half of the default 4 MiB buffer of the
+    Simple protocol.
     """
     if numel < 0 or group_size <= 0 or itemsize <= 0:
         raise LayoutError(
@@ -143,7 +143,7 @@ def ring_chunks(numel: int, group_size: int, itemsize: int) -> list[tuple[int, i
 
 def btree_children(num_nodes: int, node: int) -> tuple[int | None, int | None]:
     """Children ``(child0, child1)`` of ``node`` in the first of NCCL's two node trees;
-    ``LayoutError`` if there is no such node. Source: NCCL 2.30.7, src/graph/trees.cc, ncclGetBtree.
+    ``LayoutError`` if there is no such node. Source: src/graph/trees.cc, ncclGetBtree.
     """
     if not 0 <= node < num_nodes:
         raise LayoutError(f"node {node} does not exist among {num_nodes} nodes")
@@ -180,7 +180,7 @@ def tree_tree(
     computes ``((own + down0) + down1) + down2``: first the chain, then child nodes. The first rank
     of a chain receives from child 1, the second (the first if it is alone) from child 0.
 
-    Source: NCCL 2.30.7, src/graph/connect.cc (balanced tree) and src/device/all_reduce.h.
+    Source: src/graph/connect.cc (balanced tree) and src/device/all_reduce.h.
     """
     return node_tree(nodes_of_group(node_of_member), head, second=second)
 

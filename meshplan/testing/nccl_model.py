@@ -7,11 +7,10 @@ Every addition rounds to the storage dtype, as NCCL's Ring and Tree kernels do. 
 multiplies each contribution by ``1/n`` in the storage dtype and then adds (NCCL 2.30.7,
 src/enqueue.cc); that a device compiler may fuse this multiplication with the next addition is not
 modelled. PREMUL_SUM multiplies each rank's contribution by that rank's factor, which is rounded to
-the storage dtype, rounds the product to it as well, and then adds (NCCL 2.30.7,
-src/device/reduce_kernel.h). The integer average divides the sum, toward zero
-(src/device/reduce_kernel.h). MIN and MAX return the operand that is not a NaN. A coalesced call is
-modelled as separate calls. Reduce-scatter and reduce have no Tree in NCCL: they go round the ring
-whatever the configured algorithm.
+the storage dtype, rounds the product to it as well, and then adds; the integer average divides the
+sum, toward zero (src/device/reduce_kernel.h). MIN and MAX return the operand that is not a NaN. A
+coalesced call is modelled as separate calls. Reduce-scatter and reduce have no Tree in NCCL: they
+go round the ring whatever the configured algorithm.
 
 All other collectives only move data and are those of gloo.
 """
@@ -158,7 +157,7 @@ class NcclModelProcessGroup(PythonProcessGroup):
     def allreduce(self, tensors: _List, opts: Any = ReduceOp.SUM) -> Work:  # type: ignore[override]
         """All-reduce each tensor in place, in the configured algorithm's order.
 
-        Source: NCCL 2.30.7, src/device/all_reduce.h.
+        Source: src/device/all_reduce.h.
         """
         for tensor in tensors:
             self._all_reduce(tensor, _Algebra.of(opts, tensor, self.size()), self._nodes())
@@ -176,7 +175,7 @@ class NcclModelProcessGroup(PythonProcessGroup):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
         """Reduce equal blocks of a flat input; the block of rank R starts behind R, ends at R.
 
-        Source: NCCL 2.30.7, src/device/reduce_scatter.h.
+        Source: src/device/reduce_scatter.h.
         """
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
@@ -188,7 +187,7 @@ class NcclModelProcessGroup(PythonProcessGroup):
     def reduce(self, tensors: _List, opts: dist.ReduceOptions) -> Work:  # type: ignore[override]
         """Reduce in place at the root; starts behind the root on the ring.
 
-        Source: NCCL 2.30.7, src/device/reduce.h.
+        Source: src/device/reduce.h.
         """
         for tensor in tensors:
             # Everything goes to the root; the other ranks receive nothing.
