@@ -15,10 +15,8 @@ from torch import Tensor
 
 from meshplan._chunks import cover_range
 from meshplan.definition import reduce_leaves
-from meshplan.errors import ContractError
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from meshplan.testing._ranks import LeafRange, join_blocks, sum_blocks
-from tests.refusals import refusal, refusals
 
 
 @st.composite
@@ -131,7 +129,7 @@ def test_gaps_are_skipped() -> None:
     def of(*ranges: LeafRange, n: int = 16) -> str:
         names = [str(i) for i in range(n)]
         blocks = [item for a, b in ranges for item in range_blocks(names[a:b], a, spell)]
-        return join_blocks(blocks, n, spell, skip_gaps=True)
+        return join_blocks(blocks, n, spell)
 
     rows = [of((0, 3), (9, 12)), of((5, 6)), of((1, 2), (15, 16)), of((12, 16)), of((0, 9), n=9)]
     assert_expected_inline(
@@ -143,36 +141,3 @@ def test_gaps_are_skipped() -> None:
 ((12 13) (14 15))
 ((((0 1) (2 3)) ((4 5) (6 7))) 8)""",
     )
-
-
-def test_invalid_blocks_are_errors() -> None:
-    calls = [
-        lambda: join_blocks([], 4, operator.add),
-        lambda: join_blocks([], 0, operator.add, skip_gaps=True),
-        lambda: join_blocks([((0, 2), 1), ((4, 8), 1)], 8, operator.add),
-        lambda: join_blocks([((0, 2), 1)], 4, operator.add),
-        lambda: join_blocks([((1, 2), 1)], 2, operator.add),
-    ]
-    assert_expected_inline(
-        refusals(ContractError, calls),
-        """\
-MP411: no blocks for 4 positions; pass the blocks of at least one range
-MP411: no blocks for 0 positions; pass the blocks of at least one range
-MP411: no block holds the positions 2 to 3 of 8
-MP411: no block holds the positions 2 to 3 of 4
-MP411: no block holds the positions 0 to 0 of 2""",
-    )
-    for bad, count, before in (
-        ((0, 3), 3, []),
-        ((1, 3), 3, []),
-        ((2, 2), 3, []),
-        ((-2, 0), 2, []),
-        ((0, 4), 3, []),
-        ((2, 4), 4, [(0, 4)]),
-        ((0, 2), 2, [(0, 2)]),
-    ):
-        blocks = [(block, 1) for block in (*before, bad)]
-        assert refusal(ContractError, join_blocks, blocks, count, operator.add) == (
-            f"MP411: block [{bad[0]}, {bad[1]}) is not a subtree of {count} positions, or overlaps "
-            "the block before it; pass each block of cover_range() once"
-        )

@@ -21,12 +21,7 @@ from meshplan._bits import INTEGER_OF_SIZE, bytes_of, flatten, tensor_of
 from meshplan._chunks import cover_range
 from meshplan._torch import device_types_of
 from meshplan.definition import total_order
-from meshplan.errors import (
-    ContractError,
-    GroupStateError,
-    MeshplanError,
-    SignatureMismatchError,
-)
+from meshplan.errors import GroupStateError, MeshplanError, SignatureMismatchError
 from meshplan.flatten._create import rest_at_end
 
 _T = TypeVar("_T")
@@ -89,7 +84,6 @@ class RankGroup:
         records: Sequence[Mapping[str, Any]],
         advice: str = "pass the same on all ranks",
     ) -> None:
-        """Compare the gathered records entry by entry."""
         for name, first in records[0].items():
             values = [record[name] for record in records]
             differing = [i for i, value in enumerate(values) if value != first]
@@ -119,7 +113,6 @@ class RankGroup:
         ranges: Sequence[LeafRange],
         like: Tensor,
     ) -> list[tuple[LeafRange, Tensor]]:
-        """The blocks of all ranks, given those of this one."""
         of_rank = [cover_range(start, stop) for start, stop in ranges]
         # all_gather needs one shape on all ranks.
         sent = like.new_zeros((max(map(len, of_rank)), *like.shape))
@@ -180,15 +173,12 @@ def join_blocks(
     blocks: Iterable[tuple[LeafRange, _T]],
     n: int,
     combine: Callable[[_T, _T], _T],
-    *,
-    skip_gaps: bool = False,
 ) -> _T:
-    """The value of ``T(n)`` from the values of blocks that fill the positions 0 to n - 1.
-    With ``skip_gaps`` a node with one empty half has the value of its other half.
+    """The value of ``T(n)`` from the values of blocks, those of ``cover_range`` for ranges among
+    the positions 0 to n - 1.
     """
     # A generator is read once. Sorted, the blocks of any subtree are neighbours.
     ordered = sorted(blocks, key=lambda item: item[0])
-    _check_blocks([block for block, _ in ordered], n, skip_gaps)
     starts = [start for (start, _), _ in ordered]
 
     def node(low: int, high: int, start: int, size: int) -> _T:
@@ -206,21 +196,3 @@ def join_blocks(
         return ordered[low][1]
 
     return node(0, len(ordered), 0, 1 << (n - 1).bit_length())
-
-
-def _check_blocks(blocks: Sequence[LeafRange], n: int, skip_gaps: bool) -> None:
-    if not blocks:
-        raise ContractError(f"no blocks for {n} positions; pass the blocks of at least one range")
-    end = 0
-    for start, stop in blocks:
-        size = stop - start
-        if size < 1 or size & (size - 1) or start % size or not end <= start < stop <= n:
-            raise ContractError(
-                f"block [{start}, {stop}) is not a subtree of {n} positions, or overlaps the block "
-                "before it; pass each block of cover_range() once"
-            )
-        if start > end and not skip_gaps:
-            raise ContractError(f"no block holds the positions {end} to {start - 1} of {n}")
-        end = stop
-    if end < n and not skip_gaps:
-        raise ContractError(f"no block holds the positions {end} to {n - 1} of {n}")

@@ -77,7 +77,7 @@ class Reduction:
         count: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        total = join_blocks(blocks, count, self.combine, skip_gaps=True)
+        total = join_blocks(blocks, count, self.combine)
         divisor = (self.divisor or count) if self.op == "avg" else None
         return finish_partials([total], self.op, (1,), self.contract, dtype, divisor)
 

@@ -272,7 +272,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             found = selection.ranks.sum_integers(pattern.to(torch.int64).masked_fill(~owned, 0))
             selected = found.to(pattern.dtype).view(selected.dtype)
         vocabulary = max(stop for _, stop in selection.shards)
-        total = join_blocks(blocks, vocabulary, torch.add, skip_gaps=True)
+        total = join_blocks(blocks, vocabulary, torch.add)
         result = torch.sub(selected - maximum, log(total)).masked_fill_(~selection.active, 0.0)
         ctx.selection = selection
         ctx.save_for_backward(maximum, total, *shards)

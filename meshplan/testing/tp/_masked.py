@@ -127,11 +127,9 @@ def distributed_masked_sum(
         Scalar of ``reduction_dtype`` on the device of ``local_values``.
 
     Raises:
-        GroupStateError: torch.distributed is not initialised, or this rank is not in the group.
+        GroupStateError, ContractStateError: as ``selected_logprobs_distributed_tp_reference``.
         ShardError: on every rank: the arguments of one are invalid.
         SignatureMismatchError: on every rank: dtypes differ.
-        ContractStateError: the CPU of this rank flushes subnormal numbers to zero; ShardError on
-            the others.
     """
     return _Tokens.exchange(local_values, local_mask, reduction_dtype, group).sum()
 
