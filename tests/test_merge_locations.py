@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from expecttest import TestCase
 
-from meshplan.errors import TopologyError, TopologyInputError
+from meshplan.errors import TopologyInputError
 from meshplan.topology import Topology
 from meshplan.topology._locate import Fabric, Gpu, RankLocation
 from meshplan.topology._merge_locations import merge_locations
 from meshplan.topology._model import pack_cluster, unpack_cluster
-from tests.refusals import refusal
 
 RACK, OTHER_RACK = "ab" * 16, "cd" * 16
 
@@ -165,12 +164,6 @@ node0, node1 are containers of one machine, which NCCL takes for several hosts; 
 multi-node NVLink is turned off on rank 3 (NCCL_MNNVL_ENABLE, NCCL_CUMEM_ENABLE or NCCL_P2P_DISABLE), so nodes are hosts
 GPUs of several hosts are registered with one fabric, and ranks 4-7 have no IMEX channel (/dev/nvidia-caps-imex-channels), without which NCCL cannot use it: nodes are hosts
 ranks 0-3 are not registered with a fabric of multi-node NVLink and the others are: NCCL uses it for all ranks or for none, so nodes are hosts""",
-        )
-
-    def test_missing_locations_are_refused(self) -> None:
-        self.assertExpectedInline(
-            refusal(TopologyError, merge_locations, []),
-            """MP211: no rank has published its location; pass the location of every rank""",
         )
 
 

@@ -15,7 +15,7 @@ from threading import Thread
 from typing import Any, Literal
 
 from meshplan.errors import TopologyInputError
-from meshplan.topology._reading import find_components, format_count, freeze
+from meshplan.topology._reading import find_components, format_count, freeze, parse_number
 
 Vendor = Literal["nvidia", "amd"]
 
@@ -55,8 +55,8 @@ class Fabric:
     def faults(self) -> tuple[str, ...]:
         mask = self.health or 0
         found = [words for shift, words in _FAULTS if mask >> shift & 3 == 1]
-        if mask >> _MISCONFIGURED_SHIFT & 0xF > _NOT_MISCONFIGURED:
-            found.append(f"misconfigured ({mask >> _MISCONFIGURED_SHIFT & 0xF})")
+        if (kind := mask >> _MISCONFIGURED_SHIFT & 0xF) > _NOT_MISCONFIGURED:
+            found.append(f"misconfigured ({kind})")
         if self.state == _COMPLETED and self.status:
             found.append(f"registered with status {self.status}")
         return tuple(found)
@@ -587,8 +587,5 @@ def _has_channel(root: Path) -> bool:
 
 
 def _read_number(environ: Mapping[str, str], *names: str) -> int | None:
-    for name in names:
-        text = environ.get(name, "")
-        if text.isascii() and text.isdecimal() and len(text) < 10:
-            return int(text)
-    return None
+    numbers = (parse_number(environ.get(name)) for name in names)
+    return next((one for one in numbers if one is not None), None)

@@ -1,9 +1,7 @@
 """Merges the locations of all ranks of a job into one cluster.
 
-A node is what NCCL counts as one: a host, or a clique of multi-node NVLink if every rank of the job
-is in one and NCCL may use it (NCCL 2.30.7, src/mnnvl.cc and src/init.cc). A domain is a set of GPUs
-that links join inside a node, through a switch or from GPU to GPU. If the links of one rank are
-unknown, no rank is given a domain.
+Nodes are hosts, or cliques of multi-node NVLink as NCCL uses them (NCCL 2.30.7, src/mnnvl.cc and
+src/init.cc). If the links of one rank are unknown, no rank is given a domain.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from meshplan._message_text import format_runs
-from meshplan.errors import TopologyError
 from meshplan.topology._locate import Gpu, RankLocation
 from meshplan.topology._model import Cluster, SourcedNote, Topology
 from meshplan.topology._reading import (
@@ -30,9 +27,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def merge_locations(locations: Sequence[RankLocation]) -> Cluster:
-    """Merge the locations of ranks 0, 1, 2, ...; equal ones make equal clusters on all ranks."""
-    if not locations:
-        raise TopologyError("no rank has published its location; pass the location of every rank")
+    """Merge the locations of ranks 0, 1, 2, ..., one or more; equal ones make equal clusters."""
     job = _Job(locations)
     cliques, note = job.find_cliques()
     job.nodes = job.hosts if cliques is None else cliques

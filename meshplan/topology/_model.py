@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -136,13 +137,11 @@ class Topology:
         node_size = _count_leading(nodes)
         domain_size = None if domains is None else min(_count_leading(domains), node_size)
         even = cls(len(nodes), node_size, domain_size, links)
-        if not np.array_equal(_require_known(even.nodes), _require_known(found.nodes)):
+        both: list[tuple[Any, Any]] = [(even.nodes, found.nodes), (even.domains, found.domains)]
+        same_nodes, same_domains = (np.array_equal(*pair) for pair in both)
+        if not same_nodes:
             return found
-        if domains is None or np.array_equal(
-            _require_known(even.domains), _require_known(found.domains)
-        ):
-            return even
-        return cls(len(nodes), node_size, domains, links)
+        return even if same_domains else cls(len(nodes), node_size, domains, links)
 
     @classmethod
     def unknown(cls, world_size: int, links: Links = Links()) -> Topology:
@@ -223,7 +222,7 @@ class Topology:
             low = self.world_size - (nodes - 1) * size
             sizes = f"{size}, the last of {low}" if low < size else f"{size}"
         else:
-            counts = np.unique(_require_known(self.nodes), return_counts=True)[1]
+            counts = np.unique(self.node_map, return_counts=True)[1]
             nodes, low, high = (
                 len(counts),
                 int(counts.min()),
@@ -254,11 +253,6 @@ def _check_ids(what: str, ids: tuple[int, ...], world_size: int) -> None:
 
 def _count_leading(ids: tuple[int, ...]) -> int:
     return next((i for i, found in enumerate(ids) if found != ids[0]), len(ids))
-
-
-def _require_known(ids: Integers | None) -> Integers:
-    assert ids is not None
-    return ids
 
 
 @dataclass(frozen=True, slots=True)

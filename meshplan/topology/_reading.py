@@ -105,6 +105,13 @@ def format_count(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
+def parse_number(text: str | None) -> int | None:
+    """A number of at most 9 digits; ``None`` for anything else."""
+    if text is None or not text.isascii() or not text.isdecimal() or len(text) > 9:
+        return None
+    return int(text)
+
+
 def number_names(names: Iterable[Hashable]) -> list[int]:
     """Each name as a number, in order of its first appearance."""
     numbers: dict[Hashable, int] = {}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshplan.errors import TopologyInputError
-from meshplan.topology._reading import Groups, Note, Reading
+from meshplan.topology._reading import Groups, Note, Reading, parse_number
 
 _MARK = "NCCL INFO "
 _PREFIX = 500  # characters that are searched before the mark
@@ -62,8 +62,7 @@ class _Member:
     lines: dict[str, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
 
     def number(self, name: str) -> int | None:
-        value = self.fields.get(name, "")
-        return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else None
+        return parse_number(self.fields.get(name))
 
     def find(self, kind: str, pattern: re.Pattern[str]) -> re.Match[str] | None:
         """The match of the pattern in the last line of a kind."""

@@ -17,7 +17,7 @@ from xml.parsers import expat
 
 from meshplan._message_text import format_first, format_runs
 from meshplan.errors import TopologyInputError
-from meshplan.topology._reading import Groups, Note, Reading, find_components
+from meshplan.topology._reading import Groups, Note, Reading, find_components, parse_number
 
 # XML by the standard library's expat, without the dangerous features of XML.
 #
@@ -80,7 +80,6 @@ def parse(text: str) -> list[Element]:
             inside.append(inside[-1])
 
     def refuse(*_: object) -> None:
-        # Without a document type no entity can be declared: expat refuses their uses.
         raise TopologyInputError(
             "refused: a DTD is never read; remove the <!DOCTYPE ...> from the file",
             line=above + parser.CurrentLineNumber,
@@ -98,12 +97,6 @@ def parse(text: str) -> list[Element]:
             line=above + error.lineno,
         ) from None
     return elements
-
-
-def parse_number(text: str | None) -> int | None:
-    if text is None or not text.isascii() or not text.isdecimal() or len(text) > 9:
-        return None
-    return int(text)
 
 
 def parse_numbers(elements: Iterable[Element], name: str) -> list[int] | None:
