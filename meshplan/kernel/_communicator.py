@@ -215,7 +215,7 @@ class Communicator(ABC, Generic[_Call]):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the memory, once the call under way has ended. A second call does nothing."""
+        """Release the memory once the last call or replay has ended. A second call does nothing."""
 
     @abstractmethod
     def _prepare(self, key: CallKey) -> _Call:
@@ -232,8 +232,7 @@ class Communicator(ABC, Generic[_Call]):
         """Reduce."""
 
     def prepare(self, key: CallKey) -> _Call:
-        """The call of ``key``, for ``run``: prepared once for many. ``ContractError``,
-        ``ContractTypeError`` and ``PolicyError`` if the contract does not define the call;
+        """The call of ``key``, for ``run``: prepared once for many. Errors of `prepare_call`, and
         ``GroupStateError`` if closed or of another process.
         """
         with self._lock:

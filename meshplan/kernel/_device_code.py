@@ -84,9 +84,7 @@ class Program:
         return f"{self._run('--version')} {self._flags('')}"
 
     def compile(self, folder: Path, architecture: str) -> bytes:
-        """Compile the kernels in ``folder`` for ``sm_90``, ``gfx942`` or the like; ``CompileError``
-        has the output of the compiler.
-        """
+        """The kernels in ``folder``, as `device_code`."""
         with tempfile.TemporaryDirectory(prefix="meshplan") as out:
             image = Path(out) / "image"
             self._run(*self._flags(architecture), str(folder / _MAIN), "-o", str(image))

@@ -34,6 +34,7 @@ from meshplan.kernel._communicator import (
 from meshplan.kernel._device_code import CompileError, Device, device_of, kernel_name
 from meshplan.kernel._driver import Driver, DriverError
 from meshplan.kernel._library import (
+    CALL,
     MAX_BLOCKS,
     MAX_PEERS,
     DeviceCall,
@@ -190,9 +191,8 @@ def launch_fold(
     divisor: int | None,
     part: int,
 ) -> None:
-    """Start the fold of ``leaves`` of a reduction in ``dtype`` into ``out``: contiguous, one of the
-    leaves or in memory apart from them all. Arguments are those of
-    ``meshplan.definition.reduce_leaves``, and checked; ``part`` is 0 for a whole reduction, 1 for
+    """Start the fold of ``leaves`` of a reduction in ``dtype`` into ``out``, which is as that of
+    `reduce_into`. Arguments are checked; ``part`` is 0 for a whole reduction, 1 for
     ``combine_leaves``, 2 for ``finish_partials``. ``DriverError`` if the driver refuses the launch.
     """
     if out.numel() == 0:
@@ -377,9 +377,7 @@ def register_check(function: Callable[[], None]) -> None:
 
 
 def device_region_bytes(ranks: int, blocks: int) -> int:
-    """Bytes of one rank's region in a group of ``ranks``, for kernels of at most ``blocks``;
-    ``RuntimeError`` without the compiled library, with the reason.
-    """
+    """As `region_bytes`, for kernels of at most ``blocks``."""
     return int(library().mp_peer_bytes(ranks, blocks, tile_bytes(ranks), 1))
 
 
@@ -397,26 +395,18 @@ def share_out(longest: int, blocks: int, tile: int) -> tuple[int, int]:
 
 
 def device_call(call: PeerCall, plan: Plan) -> DeviceCall:
-    words = DeviceCall(
-        timeout_ns=call.timeout_ns,
-        starts=call.starts,
-        divisor=call.divisor,
-        signature=call.signature,
-        mode=call.mode,
-        item=call.item,
-        piece=call.piece,
-        chain=plan.chain,
-    )
+    shared = {name: getattr(call, name) for name, _ in CALL}
+    words = DeviceCall(**shared, piece=call.piece, chain=plan.chain)
     words.plan[: len(plan.batches)] = plan.batches
     return words
 
 
 class DeviceCommunicator(Communicator[_Call]):
-    """Regions in the memory of GPUs, one for each rank. A call is under way when it returns. Calls
-    are ordered as they are issued, and replays of graphs as they are launched, whatever the
-    streams: see ``StreamOrder``. A graph that has captured calls must not be replayed after
-    ``close``. After a failure every call raises it, on every rank, until ``meshplan.shutdown``
-    releases the groups: ranks see it at different calls, and must not reconnect by themselves.
+    """Regions in the memory of GPUs, one for each rank. A call is under way on the current stream
+    when it returns, ordered by ``StreamOrder``. A graph that has captured calls must not be
+    replayed after ``close``. After a failure every call raises it, on every rank, until
+    ``meshplan.shutdown`` releases the groups: ranks see it at different calls, and must not
+    reconnect by themselves.
     ``blocks``: at most, of a kernel: 1 to ``MAX_BLOCKS``, equal on all ranks. The device must be
     able to run all of them at once.
     """
@@ -441,13 +431,7 @@ class DeviceCommunicator(Communicator[_Call]):
         self._lanes = lanes
         usual = next(size for most, size in DEVICE_ONE_SHOT_BYTES if self.size <= most)
         self.one_shot_bytes = usual if one_shot_bytes is None else one_shot_bytes
-        self._peers = Peers(
-            world=self.size,
-            rank=rank,
-            blocks=blocks,
-            tile=tile_bytes(self.size),
-        )
-        self._peers.region[: self.size] = regions.addresses
+        self._peers = Peers.of(regions.addresses, rank, blocks, tile_bytes(self.size))
         with device.driver.current():
             self._order = StreamOrder(device.driver)
             self._shared = device.driver.host_malloc(ctypes.sizeof(Failures))
@@ -466,7 +450,6 @@ class DeviceCommunicator(Communicator[_Call]):
                 self._raise_failure()
 
     def close(self) -> None:
-        """Wait for the last call or replay and release the memory. A second call does nothing."""
         # If the device is not done in time, the memory stays until the process ends.
         with self._lock:
             if not self.alive:

@@ -16,11 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-# Find the file of a vendor's library: the one that this process has loaded, if there is one.
-#
 # Two copies of a runtime in one process do not share streams and memory. torch's packages for ROCm
 # contain their own copies, under names with a version, and the system's may be on the loader's
-# path. So a library is looked for among the files that the process has mapped, and then by name.
+# path.
 
 _MAPS = Path("/proc/self/maps")
 # What ROCm's package for Python calls its libraries.
@@ -55,9 +53,7 @@ def loaded_files(name: str) -> list[str]:
 
 
 def find_library(name: str, otherwise: str | None = None) -> str:
-    """The file to load: the loaded one, that of ROCm's package, or a name for the loader.
-    ``LibraryChoiceError`` if several copies are loaded, and not exactly one is of torch's packages.
-    """
+    """The file to load: the loaded one, that of ROCm's package, or a name for the loader."""
     loaded = loaded_files(name)
     if len(loaded) > 1:
         return _of_torch(name, loaded)

@@ -8,6 +8,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import struct
 import sys
 import weakref
 from collections.abc import Sequence
@@ -117,12 +118,10 @@ class SharedMemory:
         return MemoryHandle(os.getpid(), self._descriptor, nonce, self.size)
 
     def note(self, place: int, number: int) -> None:
-        start = _NOTES + 4 * place
-        self._map[start : start + 4] = number.to_bytes(4, "little")
+        struct.pack_into("<I", self._map, _NOTES + 4 * place, number)
 
     def read_note(self, place: int) -> int:
-        start = _NOTES + 4 * place
-        return int.from_bytes(self._map[start : start + 4], "little")
+        return int(struct.unpack_from("<I", self._map, _NOTES + 4 * place)[0])
 
     @property
     def address(self) -> int:
@@ -193,9 +192,7 @@ _UNKNOWN, _ENDED = -1, -2
 
 
 def region_bytes(ranks: int) -> int:
-    """Bytes of one rank's region in a group of ``ranks``; ``RuntimeError`` without the compiled
-    library, with the reason.
-    """
+    """Bytes of one rank's region in a group of ``ranks``; errors of `library`."""
     return int(library().mp_peer_bytes(ranks, 1, _tile(ranks), 0))
 
 
@@ -224,8 +221,8 @@ class HostCommunicator(Communicator[PeerCall]):
         super().__init__(name, ranks, rank, timeout)
         world, size = len(ranks), region_bytes(len(ranks))
         self.one_shot_bytes = next(size for most, size in ONE_SHOT_BYTES if world <= most)
-        self._peers = Peers(world=world, rank=rank, blocks=1, tile=_tile(world))
-        self._peers.region[:world] = [memory.address + place * size for place in range(world)]
+        regions = [memory.address + place * size for place in range(world)]
+        self._peers = Peers.of(regions, rank, 1, _tile(world))
         self._outcome = Outcome()
         self._nanoseconds = nanoseconds(timeout)
         processes = [_open_process(memory.read_note(place)) for place in range(world)]

@@ -7,6 +7,7 @@ versions of torch and of Python; ctypes releases the interpreter lock while it r
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,15 @@ class Peers(ctypes.Structure):
         ("tile", _UINT),
     )
 
+    @classmethod
+    def of(cls, regions: Sequence[int], rank: int, blocks: int, tile: int) -> Peers:
+        found = cls(world=len(regions), rank=rank, blocks=blocks, tile=tile)
+        found.region[: len(regions)] = regions
+        return found
+
 
 # What both calls begin with, in C++ too.
-_CALL = (
+CALL = (
     ("timeout_ns", _INT64),
     ("starts", _INT64 * (MAX_PEERS + 1)),
     ("divisor", _UINT64),
@@ -70,7 +77,7 @@ class PeerCall(ctypes.Structure):
     """All but the tensors of a reduction over peers."""
 
     _fields_ = (
-        *_CALL,
+        *CALL,
         ("dtype", _INT),
         ("op", _INT),
         ("order", _UINT),
@@ -85,7 +92,7 @@ class PeerCall(ctypes.Structure):
 
 class DeviceCall(ctypes.Structure):
     _fields_ = (
-        *_CALL,
+        *CALL,
         ("piece", _UINT),
         ("chain", _INT),
         ("plan", ctypes.c_ubyte * MAX_PEERS),

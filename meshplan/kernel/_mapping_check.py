@@ -48,9 +48,10 @@ def lost_word(
     ``found`` has, for each writer, the words at both places.
     """
     for writer, words in enumerate(found):
-        if writer == reader or set(words) == {_word(seeds[writer], writer, reader)}:
+        expected = _word(seeds[writer], writer, reader)
+        if writer == reader or set(words) == {expected}:
             continue
-        wrong = next(one for one in words if one != _word(seeds[writer], writer, reader))
+        wrong = next(one for one in words if one != expected)
         sent = f"what rank {ranks[writer]} wrote through its mapping of rank {ranks[reader]}'s "
         for other in range(len(ranks)):
             if wrong == _word(seeds[writer], writer, other):
@@ -100,14 +101,7 @@ class DeviceProbe:
         wait: float,
     ) -> None:
         self._device = device
-        size = len(addresses)
-        self._peers = Peers(
-            world=size,
-            rank=rank,
-            blocks=blocks,
-            tile=tile_bytes(size),
-        )
-        self._peers.region[:size] = addresses
+        self._peers = Peers.of(addresses, rank, blocks, tile_bytes(len(addresses)))
         self._wait = wait
 
     def write(self, seed: str) -> None:

@@ -5,8 +5,7 @@ CPUs and GPUs. For a GPU without compiled kernels it runs the definition. It che
 functions around it make the checks of ``meshplan.definition``.
 
 ``meshplan::peer_reduce`` and, in place, ``peer_reduce_`` reduce over peers. They find their
-communicator by name and choose between one-shot and two-shot by size. On CPUs they are done when
-they return; on GPUs they are under way on the current stream.
+communicator by name and choose between one-shot and two-shot by size.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -257,14 +256,24 @@ def _write(out: Tensor, leaves: Sequence[Tensor], *call: Any) -> None:
 
 OPERATORS = torch.library.Library("meshplan", "DEF")
 """The library of torch in which meshplan registers its operators."""
-OPERATORS.define(
-    "fold(Tensor[] leaves, str op, int[] shape, str order, str accumulate, str rounding, "
+
+
+def _register(
+    name: str, signature: str, function: Callable[..., object], fake: Callable[..., object]
+) -> None:
+    OPERATORS.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"meshplan::{name}", fake, lib=OPERATORS)
+    for key in ("CPU", "CUDA"):
+        OPERATORS.impl(name, function, key)
+
+
+_register(
+    "fold",
+    "(Tensor[] leaves, str op, int[] shape, str order, str accumulate, str rounding, "
     "ScalarType dtype, int? divisor, int part) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    _fold,
+    _empty,
 )
-for _key in ("CPU", "CUDA"):
-    OPERATORS.impl("fold", _fold, _key)
-torch.library.register_fake("meshplan::fold", _empty, lib=OPERATORS)
 
 
 # Both operators over peers end with these: the fields of ``Arithmetic``, mode and communicator; and
@@ -346,23 +355,10 @@ def _refuse(message: Tensor, *_: object) -> Tensor:
     )
 
 
-for _operator, _signature, _function, _fake in (
-    (
-        "peer_reduce",
-        f"(Tensor message, int[] parts, {_ARGUMENTS}) -> Tensor",
-        _peer_reduce,
-        _empty_of_peers,
-    ),
-    (
-        "peer_reduce_",
-        f"(Tensor(a!) message, {_ARGUMENTS}) -> ()",
-        _peer_reduce_,
-        lambda *_: None,
-    ),
-):
-    OPERATORS.define(_operator + _signature, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.register_fake(f"meshplan::{_operator}", _fake, lib=OPERATORS)
-    for _key in ("CPU", "CUDA"):
-        OPERATORS.impl(_operator, _function, _key)
+_peer = f"(Tensor message, int[] parts, {_ARGUMENTS}) -> Tensor"
+_register("peer_reduce", _peer, _peer_reduce, _empty_of_peers)
+_in_place = f"(Tensor(a!) message, {_ARGUMENTS}) -> ()"
+_register("peer_reduce_", _in_place, _peer_reduce_, lambda *_: None)
+for _operator in ("peer_reduce", "peer_reduce_"):
     for _key in ("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA"):
         OPERATORS.impl(_operator, _refuse, _key)
