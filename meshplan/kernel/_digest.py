@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -41,7 +42,7 @@ DIGEST_VERSION = "v1"
 _LANES, _WORDS = 2, 256
 _BLOCK_BYTES = 4 * _WORDS
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64 has it
 _FIRST_BLOCK = 1 << 32
 # On a CPU; pieces of a strided tensor are copied before they are read.
 _COPIED_BYTES = 4 << 20
@@ -52,40 +53,61 @@ _PIECE_BYTES = 8 << 20
 
 def digest_table(tensors: Sequence[Tensor]) -> Tensor:
     """The digests of strided tensors with data, of any dtypes: int64 CPU tensor [tensors, 2]."""
-    # At most 64 MiB besides the tensors. 16 bytes for each tensor leave its device, all of a device
-    # together.
-    table = torch.empty((len(tensors), _LANES), dtype=torch.int64, device="cpu")
-    elsewhere: dict[torch.device, list[int]] = {}
-    for row, tensor in enumerate(tensors):
-        if tensor.device.type == "cpu":
-            table[row] = digest_words(tensor)
-        else:
-            elsewhere.setdefault(tensor.device, []).append(row)
-    for rows in elsewhere.values():
-        table[rows] = torch.stack([digest_words(tensors[row]) for row in rows]).cpu()
-    return table
+    # At most 64 MiB besides the tensors.
+    return land([digest_words(tensor) for tensor in tensors])()
+
+
+def land(words: Sequence[Tensor]) -> Callable[[], Tensor]:
+    """Begin to copy int64 [2] on any devices to the CPU, all of a device together, for which
+    nothing waits here; returns what waits for it: int64 CPU tensor [tensors, 2].
+    """
+    rows: dict[torch.device, list[int]] = {}
+    for row, one in enumerate(words):
+        rows.setdefault(one.device, []).append(row)
+    parts = [(some, _land(torch.stack([words[row] for row in some]))) for some in rows.values()]
+
+    def read() -> Tensor:
+        table = torch.empty((len(words), _LANES), dtype=torch.int64, device="cpu")
+        for some, wait in parts:
+            table[some] = wait()
+        return table
+
+    return read
+
+
+def _land(words: Tensor) -> Callable[[], Tensor]:
+    if words.device.type != "cuda":
+        words = words.cpu()
+        return lambda: words
+    landed = torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=True)
+    landed.copy_(words, non_blocking=True)
+    done = torch.cuda.current_stream(words.device).record_event()
+
+    def read() -> Tensor:
+        done.synchronize()
+        return landed
+
+    return read
 
 
 def digest_words(tensor: Tensor) -> Tensor:
     head = _head(tensor.dtype, tuple(tensor.shape))
     if tensor.device.type == "cpu" and available():
-        return torch.tensor(_compiled(tensor, head), dtype=torch.int64, device="cpu")
-    sums = torch.tensor(head, dtype=torch.int64, device="cpu")
+        return torch.tensor(_compiled(tensor, head), device="cpu")
+    sums = torch.tensor(head, device="cpu")
     return sums.to(tensor.device, non_blocking=True) + _plain(tensor)
 
 
 @lru_cache(maxsize=4096)
 def _head(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The words of dtype and shape that are added to the lanes, as int64."""
-    text = f"{name_of(dtype)}[{','.join(map(str, shape))}]"
-    found = hashlib.sha256(text.encode()).digest()
-    words = (found[8 * lane : 8 * lane + 8] for lane in range(_LANES))
-    return tuple(int.from_bytes(word, "little", signed=True) for word in words)
+    return hash_words(f"{name_of(dtype)}[{','.join(map(str, shape))}]")
 
 
-def _signed(word: int) -> int:
-    """Modulo 2^64, as int64 has it."""
-    return (word + (1 << 63)) % (1 << 64) - (1 << 63)
+def hash_words(text: str) -> tuple[int, int]:
+    """128 bits of the sha256 of a text, as two int64."""
+    first, second = struct.unpack_from("<2q", hashlib.sha256(text.encode()).digest())
+    return first, second
 
 
 def _compiled(tensor: Tensor, head: Sequence[int]) -> list[int]:
@@ -101,13 +123,13 @@ def _plain(tensor: Tensor, first: int = 0) -> Tensor:
     """The sums over the blocks, which count from ``first``, in plain torch."""
     device = tensor.device
     sums = torch.zeros(_LANES, dtype=torch.int64, device=device)
-    lanes = torch.arange(_LANES, dtype=torch.int64, device=device)
+    lanes = torch.arange(_LANES, device=device)
     for piece in byte_pieces(tensor, _CPU_PIECE_BYTES if device.type == "cpu" else _PIECE_BYTES):
         hashes = _hashes(piece)
         stop = first + hashes.shape[0]
-        blocks = torch.arange(first, stop, dtype=torch.int64, device=device)
+        blocks = torch.arange(first, stop, device=device)
         numbers = 2 * blocks[:, None] + (lanes + (_FIRST_BLOCK + 1))
-        sums += mixed(hashes ^ mixed(numbers * _signed(_GOLDEN))).sum(0)
+        sums += mixed(hashes ^ mixed(numbers * _GOLDEN)).sum(0)
         first = stop
     return sums
 
@@ -124,8 +146,7 @@ def _hashes(piece: Tensor) -> Tensor:
     keys = _keys(piece.device)
     hashes = []
     for lane in range(_LANES):
-        # A little-endian int64 holds a pair, the first word in its lower half. The shift extends
-        # the sign, and the mask removes it.
+        # A little-endian int64 holds a pair, the first word in its lower half.
         pairs = (words + keys[lane]).view(torch.int64)
         products = pairs >> 32
         products &= 0xFFFFFFFF
@@ -137,16 +158,16 @@ def _hashes(piece: Tensor) -> Tensor:
 
 def mixed(z: Tensor) -> Tensor:
     """``mix``. Shifts of int64 extend the sign, and the masks remove it."""
-    z = (z ^ ((z >> 30) & (_MASK >> 30))) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ ((z >> 27) & (_MASK >> 27))) * _signed(0x94D049BB133111EB)
+    z = (z ^ ((z >> 30) & (_MASK >> 30))) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    z = (z ^ ((z >> 27) & (_MASK >> 27))) * (0x94D049BB133111EB - (1 << 64))
     return z ^ ((z >> 31) & (_MASK >> 31))
 
 
 @lru_cache(maxsize=16)
 def _keys(device: torch.device) -> Tensor:
     """The keys as int32 [lanes, words]; to read only."""
-    numbers = torch.arange(1, _LANES * _WORDS + 1, dtype=torch.int64, device="cpu")
-    keys = mixed(numbers * _signed(_GOLDEN)) >> 32
+    numbers = torch.arange(1, _LANES * _WORDS + 1, device="cpu")
+    keys = mixed(numbers * _GOLDEN) >> 32
     return keys.to(torch.int32).view(_LANES, _WORDS).to(device)
 
 

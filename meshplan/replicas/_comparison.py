@@ -13,7 +13,6 @@ of ranks compare the elements of the first few tensors, in pieces.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import sys
@@ -59,7 +58,7 @@ from meshplan.execute._gloo import is_gloo
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._provenance import Purpose
 from meshplan.flatten import registry, this_rank
-from meshplan.kernel import DIGEST_VERSION, byte_pieces, digest_table
+from meshplan.kernel import DIGEST_VERSION, byte_pieces, digest_table, hash_words
 from meshplan.layout import Layout
 from meshplan.record import Record, ranks_text
 from meshplan.replicas._tensors import NamedTensor
@@ -246,18 +245,9 @@ class ReplicaChannel:
         return found.to(like.device)
 
 
-def hash_lines(lines: Sequence[str]) -> tuple[int, int]:
-    """128 bits of the sha256 of a list, as two int64."""
-    found = hashlib.sha256("\n".join(lines).encode()).digest()
-    first, second = (int.from_bytes(found[i : i + 8], "little", signed=True) for i in (0, 8))
-    return first, second
-
-
 def check_lists(channel: ReplicaChannel, gathered: Tensor, lines: Sequence[str]) -> None:
     layout = channel.layout
     words = [tuple(row) for row in gathered.tolist()]
-    # Every rank computes the following from the same words, so all take the same branches and join
-    # the same broadcasts.
     counts = Counter(words)
     if len(counts) == 1:
         return
@@ -283,8 +273,6 @@ def check_lists(channel: ReplicaChannel, gathered: Tensor, lines: Sequence[str])
         unlike_calls=len(set(re.findall(r"'call (\d+), digest", text))) > 1,
     )
 
-
-# The comparison of elements after digests differ: two ranks compare a tensor piece by piece.
 
 # The size of a message. A few times as much is allocated.
 PIECE_BYTES = 16 << 20
@@ -337,16 +325,7 @@ def compare_elements(
     )
     numel = torch.Size(mine).numel()
     if mine != theirs:
-        return Elements(
-            rank=rank,
-            count=0,
-            index=None,
-            value="",
-            reference="",
-            max_ulps=None,
-            numel=numel,
-            shapes=(mine, theirs),
-        )
+        return Elements(rank=rank, numel=numel, shapes=(mine, theirs), **asdict(Difference()))
     # Only the two exchange pieces; the others wait for the result in the broadcast.
     found, start = Difference(), 0
     if channel.position in (reference, other):
@@ -584,13 +563,13 @@ def compare_sets(
     ``notes`` travel in the rows of the first message that the sets leave free.
     """
     # One message of a fixed shape, whatever the tensors are: ranks with other lists must still be
-    # able to exchange it. Sets beyond the seventh are sent only once the lists agree.
+    # able to exchange it.
     layout, totals = channel.layout, digest_table([one.digests for one in sets])
     first = torch.zeros((1 + ROWS, 2), dtype=torch.int64, device="cpu")
-    first[0] = torch.tensor(hash_lines(lines), dtype=torch.int64, device="cpu")
+    first[0] = torch.tensor(hash_words("\n".join(lines)), device="cpu")
     first[1 : 1 + len(sets)] = totals[:ROWS]
     if notes:
-        first[-len(notes) :] = torch.tensor(notes, dtype=torch.int64, device="cpu")
+        first[-len(notes) :] = torch.tensor(notes, device="cpu")
     gathered = channel.gather(first)
     check_lists(channel, gathered[:, 0], lines)
     every_note = gathered[:, 1 + ROWS - len(notes) :]
@@ -603,7 +582,6 @@ def compare_sets(
     for number, one in enumerate(sets):
         positions = group_positions(layout, one.axes)
         if find_differing_groups(gathered[:, number : number + 1], positions):
-            # All ranks have read the same digests, so all gather those of the same tensors.
             wanted = max(_LISTED, options.details) - len(found)
             wanted = wanted if options.repair is None else sys.maxsize
             differing, candidates = _find_candidates(channel, one, positions, wanted)

@@ -36,7 +36,7 @@ from meshplan.flatten._distinct_axes import (
     list_distinct,
     read_distinct,
 )
-from meshplan.kernel import DIGEST_VERSION, digest_table
+from meshplan.kernel import DIGEST_VERSION, digest_table, hash_words
 from meshplan.layout import Layout
 from meshplan.record import ranks_text
 from meshplan.replicas._comparison import (
@@ -49,7 +49,6 @@ from meshplan.replicas._comparison import (
     ReplicaSet,
     axis_labels,
     compare_sets,
-    hash_lines,
 )
 from meshplan.replicas._tensors import (
     NamedTensor,
@@ -150,11 +149,11 @@ def _compare(
     options: CheckOptions,
 ) -> list[_MeshTensors]:
     scope_mesh = _default_mesh(tensors) if mesh is None else mesh
-    parts = {scope_mesh: _MeshTensors(scope_mesh, Layout.from_mesh(scope_mesh))}
+    layout = Layout.from_mesh(scope_mesh)
     source = options.repair.source if options.repair else None
-    if source not in (None, *parts[scope_mesh].layout.ranks):
-        ranks = parts[scope_mesh].layout
-        raise PolicyError(f"source={source!r} is not a rank of mesh {ranks}; pass one")
+    if source not in (None, *layout.ranks):
+        raise PolicyError(f"source={source!r} is not a rank of mesh {layout}; pass one")
+    parts = {scope_mesh: _MeshTensors(scope_mesh, layout)}
     for tensor in tensors:
         own = scope_mesh if mesh is not None or tensor.mesh is None else tensor.mesh
         # On ranks outside of its mesh a DTensor has no data.
@@ -379,10 +378,9 @@ class ReplicaCheck:
 #
 # The ranks of the call are its scope: all ranks of the mesh that the caller passed, or of the job.
 # They start with one message and end with another, so that all of them raise an error where one
-# slice of a mesh differs. Between these each mesh is compared by its own ranks, in one order on
-# all. The start message has a hash of this rank's coordinates along the declared axes, as ranks of
-# equal ones hold the same parameters, and of each mesh, so that no rank waits there for one without
-# tensors.
+# slice of a mesh differs. Between these each mesh is compared by its own ranks. The start message
+# has a hash of this rank's coordinates along the declared axes, as ranks of equal ones hold the
+# same parameters, and of each mesh, so that no rank waits there for one without tensors.
 
 # Rows of the start message: the coordinates, and meshes. One row is left for plain tensors.
 _NOTES = 6
@@ -397,6 +395,10 @@ class _MeshTensors:
     tensors: list[NamedTensor] = field(default_factory=list)
     sets: list[ReplicaSet] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+
+    def identity(self) -> tuple[object, ...]:
+        """Of its mesh, on all ranks."""
+        return tuple(self.layout.ranks), self.layout.sizes, self.layout.axes
 
     def group(self, header: str) -> None:
         axes = ReplicaAxes(self.mesh, self.layout, this_rank())
@@ -428,13 +430,7 @@ def _compare_scope(
 ) -> bool:
     """Compare all parts; whether any rank has tensors on other meshes, or with ``distinct``."""
     # Ranks that wait for each other on several meshes take them in the same order.
-    others.sort(
-        key=lambda part: (
-            tuple(part.layout.ranks),
-            part.layout.sizes,
-            part.layout.axes,
-        )
-    )
+    others.sort(key=_MeshTensors.identity)
     first = scope
     if distinct:
         # Lists may differ between ranks that hold other parameters, so that the scope as a whole
@@ -453,10 +449,8 @@ def _compare_scope(
     ranks = tuple(scope.layout.ranks)
     if len(ranks) == 1:
         return bool(others)
-    notes = [hash_lines([str(group.coordinate) for group in distinct])]
-    for part in others:
-        layout = part.layout
-        notes.append(hash_lines([repr((layout.axes, layout.sizes, tuple(layout.ranks)))]))
+    notes = [hash_words("\n".join(str(group.coordinate) for group in distinct))]
+    notes += [hash_words(repr(part.identity())) for part in others]
     channel = ReplicaChannel(scope.mesh, scope.layout, options.call)
     padded = notes + [(0, 0)] * (_NOTES - len(notes))
     gathered = compare_sets(channel, first.sets, first.lines, options, padded)

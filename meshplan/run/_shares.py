@@ -28,6 +28,7 @@ from meshplan._bits import bytes_of, flatten
 from meshplan._dtypes import name_of
 from meshplan._torch import disable_current_modes, local_tensor_of
 from meshplan.errors import ReplicaInputError
+from meshplan.kernel import land
 from meshplan.layout import Layout
 from meshplan.replicas._tensors import NamedTensor, named_tensors
 from meshplan.run._holders import ParameterTable, Ranks, layout_of
@@ -39,7 +40,6 @@ from meshplan.run._words import (
     find_weights,
     find_words,
     format_words,
-    land,
 )
 
 _MOST_VALUES = 1000  # between two steps

@@ -8,16 +8,15 @@ This finds faults, not forgers: if several numbers change, both lanes stay with 
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshplan.kernel import available, integers, library, mixed
+from meshplan.kernel import available, hash_words, integers, library, mixed
 
 LANES = 2
 # Numbers that are converted at a time, and those of a row at most.
@@ -155,51 +154,17 @@ _keep_keys = lru_cache(maxsize=64)(_make_keys)
 
 @lru_cache(maxsize=512)
 def _draw(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
-    lanes = torch.arange(LANES, dtype=torch.int64, device=device)[:, None]
-    numbers = torch.arange(start, stop, dtype=torch.int64, device=device)
+    lanes = torch.arange(LANES, device=device)[:, None]
+    numbers = torch.arange(start, stop, device=device)
     # Below 2^40: no two of these numbers are the same.
     return mixed((((2 * dim + lanes + 2) << 40) + numbers) * _PRIME) | 1
 
 
 def find_weights(text: str) -> tuple[int, int]:
     """Of the words of a tensor, from its name: odd int64."""
-    found = hashlib.sha256(text.encode()).digest()
-    first, second = (int.from_bytes(found[at : at + 8], "little", signed=True) for at in (0, 8))
+    first, second = hash_words(text)
     return first | 1, second | 1
 
 
 def format_words(words: Sequence[int]) -> str:
     return "".join(f"{one % (1 << 64):016x}" for one in words)
-
-
-def land(words: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """Begin to copy words of tensors to the CPU, for which nothing waits here; returns what waits
-    for it: int64 CPU tensor [tensors, 2].
-    """
-    rows: dict[torch.device, list[int]] = {}
-    for row, one in enumerate(words):
-        rows.setdefault(one.device, []).append(row)
-    parts = [(some, _land(torch.stack([words[row] for row in some]))) for some in rows.values()]
-
-    def read() -> Tensor:
-        table = torch.empty((len(words), LANES), dtype=torch.int64, device="cpu")
-        for some, wait in parts:
-            table[some] = wait()
-        return table
-
-    return read
-
-
-def _land(words: Tensor) -> Callable[[], Tensor]:
-    if words.device.type != "cuda":
-        words = words.cpu()
-        return lambda: words
-    landed = torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=True)
-    landed.copy_(words, non_blocking=True)
-    done = torch.cuda.current_stream(words.device).record_event()
-
-    def read() -> Tensor:
-        done.synchronize()
-        return landed
-
-    return read
