@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -161,19 +160,6 @@ def test_node_names_do_not_change_the_prediction(problem: Problem) -> None:
     assert predict_backend(problem, steps) == predict_backend(
         replace(problem, topology=renamed), steps
     )
-
-
-def test_plan_left_to_the_backend_is_predicted() -> None:
-    problem = replace(
-        all_reduce(Topology.uniform(8, node_size=4, links=LINKS), ddp=2, fsdp=4), policy="fast"
-    )
-    assert predict_plan(problem) == predict_backend(problem, [["ddp", "fsdp"]])
-
-
-@pytest.mark.parametrize("policy", ["fast", "consistent"])
-def test_single_reduction_that_falls_through_is_predicted(policy: Any) -> None:
-    problem = Problem.of(Layout.of(a=4, one=1), ["P", "P"], ["R", "R"], policy=policy)
-    assert predict_plan(problem) == predict_backend(problem, [["a"]])
 
 
 def test_100000_ranks_are_predicted() -> None:

@@ -563,14 +563,8 @@ def predict_plan(problem: Problem) -> Prediction:
 
     _check(problem)
     planned = plan(problem)
-    if not planned.candidates:
-        # Nothing to reduce, or the policy permits the backend's own all-reduces.
-        kinds, sizes = [spec.kind for spec in problem.src], problem.layout.sizes
-        steps = (
-            [i for i in step.axes if kinds[i] == "partial" and sizes[i] > 1]
-            for step in planned.steps
-        )
-        return predict_backend(problem, [axes for axes in steps if axes])
+    if not planned.candidates:  # nothing to reduce
+        return predict_backend(problem, [])
     cost = planned.candidates[0].cost
     groups = find_groups(problem.layout, problem.topology)
     share = groups.predict_creation(cost.creates).nanoseconds
