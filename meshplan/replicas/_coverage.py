@@ -206,9 +206,7 @@ class CoverageStep:
             }
 
     def add(self, row: CoverageRow, nbytes: int, seconds: float, source: Source | None) -> None:
-        """Count a reduction in ``row``: ``nbytes`` of this rank's summand, ``seconds`` of the host.
-        ``source`` has more about it, for those who observe a job.
-        """
+        """Count a reduction: ``nbytes`` of this rank's summand, ``seconds`` of the host."""
         with self._lock:
             self._totals[row.kind].add(1, nbytes, seconds)
             tally = self._rows.get(row)
@@ -328,28 +326,17 @@ class Coverage:
             for *key, count, nbytes, seconds in map(dict.values, step.rows):
                 rows.setdefault(CoverageRow(*key), _Tally()).add(count, nbytes, seconds)
         lines = [str(step) for step in self.steps]
-        if rows:
-            lines.append(
-                _line(
-                    "kind",
-                    "count",
-                    "bytes",
-                    "host s",
-                    "call site: reduction (dtype, ranks)",
-                )
-            )
+        head = ("kind", "count", "bytes", "host s", "call site: reduction (dtype, ranks)")
+        table = [head] if rows else []
         for row, tally in sorted(rows.items(), key=lambda one: (KINDS.index(one[0].kind), one[0])):
             what = f"{row.site}: {row.reduction} ({row.dtype}, {row.ranks} ranks)"
             size, seconds = format_bytes(tally.bytes), f"{tally.seconds:.3f}"
-            lines.append(_line(row.kind, str(tally.count), size, seconds, what))
+            table.append((row.kind, str(tally.count), size, seconds, what))
+        lines += ["{:<9}  {:>7}  {:>10}  {:>8}  {}".format(*cells) for cells in table]
         dropped = sum(step.dropped for step in self.steps)
         if dropped:
             lines.append(f"({dropped} reductions of further call sites are in the totals only)")
         return "\n".join(lines)
-
-
-def _line(kind: str, count: str, size: str, seconds: str, what: str) -> str:
-    return f"{kind:<9}  {count:>7}  {size:>10}  {seconds:>8}  {what}"
 
 
 _LOCK = threading.Lock()
