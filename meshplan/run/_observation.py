@@ -97,7 +97,6 @@ class Observation:
         self.judged = Judged()
 
     def start(self) -> None:
-        """Begin, if there is a process group and this has not begun."""
         with self._lock:
             # A signal handler may run this meanwhile.
             begun = self._starting or self._exchange is not None

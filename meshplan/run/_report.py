@@ -7,6 +7,7 @@ import select
 import sys
 import time
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +31,25 @@ _VARIABLES = [
 _MOST_CAUSES = 8
 _READER_SECONDS = 10
 _MODES = (False, "warn only", True)
+_IEEE = ("ieee", "none")
+# Attributes of ``torch.backends`` by name in the report, and the values that keep bits in torch's
+# deterministic mode. TF32 depends on the kind of GPU, cuDNN's benchmark on times.
+BACKENDS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "matmul_precision": ("cuda.matmul.fp32_precision", _IEEE),
+    "convolution_precision": ("cudnn.conv.fp32_precision", _IEEE),
+    "rnn_precision": ("cudnn.rnn.fp32_precision", _IEEE),
+    "cudnn_benchmark": ("cudnn.benchmark", (False,)),
+    "cudnn_deterministic": ("cudnn.deterministic", (True, False)),
+}
 
 
 def read_settings() -> dict[str, Any]:
     """The present settings that decide bits besides the order of reductions."""
-    cudnn: Any = torch.backends.cudnn
-    cuda: Any = torch.backends.cuda
     found = {"torch": torch.__version__} | {name: os.environ.get(name) for name in _VARIABLES}
     # Torch's older interface to TF32 refuses to answer if the newer one disagrees.
     return found | {
         "deterministic_algorithms": _MODES[torch.get_deterministic_debug_mode()],
-        "matmul_precision": cuda.matmul.fp32_precision,
-        "convolution_precision": cudnn.conv.fp32_precision,
-        "rnn_precision": cudnn.rnn.fp32_precision,
-        "cudnn_benchmark": cudnn.benchmark,
-        "cudnn_deterministic": cudnn.deterministic,
+        **{name: attrgetter(path)(torch.backends) for name, (path, _) in BACKENDS.items()},
         "threads": torch.get_num_threads(),
     }
 

@@ -9,7 +9,7 @@ stop at their next one. Each later reduction, step or forward of a stopped rank 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -17,46 +17,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from meshplan.errors import BitwiseRequirementError
 from meshplan.replicas._coverage import Coverage, Kind
 from meshplan.run._ledger import Message
-from meshplan.run._report import list_causes, read_settings
+from meshplan.run._report import BACKENDS, list_causes, read_settings
 from meshplan.run._verdict import find_program_fix
 
 if TYPE_CHECKING:
     from meshplan.run._exchange import Exchange
 
 _MODE = "torch.use_deterministic_algorithms(True)"
-_IEEE = ("none", "ieee")
-
-
-class _Setting(NamedTuple):
-    values: tuple[Any, ...]  # that keep bits
-    fix: str  # of another value
-    of_gpus: bool = True  # applies once the process uses one
-
-
-# By the name in the report. TF32 depends on the kind of GPU, cuDNN's benchmark on measured times.
-_SETTINGS = {
-    "deterministic_algorithms": _Setting(
-        (True,),
-        f"keep {_MODE}, without warn_only",
-        of_gpus=False,
-    ),
-    "matmul_precision": _Setting(
-        _IEEE,
-        "set torch.backends.cuda.matmul.fp32_precision = 'ieee'",
-    ),
-    "convolution_precision": _Setting(
-        _IEEE,
-        "set torch.backends.cudnn.conv.fp32_precision = 'ieee'",
-    ),
-    "rnn_precision": _Setting(
-        _IEEE,
-        "set torch.backends.cudnn.rnn.fp32_precision = 'ieee'",
-    ),
-    "cudnn_benchmark": _Setting(
-        (False,),
-        "set torch.backends.cudnn.benchmark = False",
-    ),
-}
 _OPERATOR_FIX = f"use an operator that the documentation of {_MODE} does not list"
 
 
@@ -94,11 +61,13 @@ class Requirement(Coverage):
         if refusal := self.refusal or elsewhere:
             self._stop(refusal)
         cuda: Any = torch.cuda
-        found, on_gpu = read_settings(), cuda.is_initialized()
-        for name, one in _SETTINGS.items():
-            if found[name] not in one.values and (on_gpu or not one.of_gpus):
-                what = f"{name} is {found[name]!r}, which varies bits"
-                self._stop(self._post(what, one.fix))
+        found, mode = read_settings(), "deterministic_algorithms"
+        fixes = {} if found[mode] is True else {mode: f"keep {_MODE}, without warn_only"}
+        for name, (path, values) in BACKENDS.items() if cuda.is_initialized() else ():
+            if found[name] not in values:
+                fixes[name] = f"set torch.backends.{path} = {values[0]!r}"
+        for name, fix in fixes.items():
+            self._stop(self._post(f"{name} is {found[name]!r}, which varies bits", fix))
 
     def _stop(self, refusal: Message) -> NoReturn:
         # After an error in backward, a forward of DDP would fail with an error of its own.

@@ -318,7 +318,6 @@ def _describe_ranks(replicas: Report) -> str:
 
 
 def _tabulate_reductions(rows: Sequence[Report]) -> str:
-    """Those outside the contract first, the most calls first."""
     ordered = sorted(rows, key=lambda row: (row["contract"] is not None, -row["calls"]))
     cells = [
         (
