@@ -232,7 +232,7 @@ class Communicator(ABC, Generic[_Call]):
         """Reduce."""
 
     def prepare(self, key: CallKey) -> _Call:
-        """The call of ``key``, for ``run``: prepared once for many. Errors of `prepare_call`, and
+        """The call of ``key``, prepared once for many. Errors of `prepare_call`, and
         ``GroupStateError`` if closed or of another process.
         """
         with self._lock:

@@ -191,7 +191,7 @@ def launch_fold(
     divisor: int | None,
     part: int,
 ) -> None:
-    """Start the fold of ``leaves`` of a reduction in ``dtype`` into ``out``, which is as that of
+    """Start the fold of ``leaves`` of a reduction in ``dtype`` into ``out``, as that of
     `reduce_into`. Arguments are checked; ``part`` is 0 for a whole reduction, 1 for
     ``combine_leaves``, 2 for ``finish_partials``. ``DriverError`` if the driver refuses the launch.
     """
@@ -406,9 +406,8 @@ class DeviceCommunicator(Communicator[_Call]):
     when it returns, ordered by ``StreamOrder``. A graph that has captured calls must not be
     replayed after ``close``. After a failure every call raises it, on every rank, until
     ``meshplan.shutdown`` releases the groups: ranks see it at different calls, and must not
-    reconnect by themselves.
-    ``blocks``: at most, of a kernel: 1 to ``MAX_BLOCKS``, equal on all ranks. The device must be
-    able to run all of them at once.
+    reconnect by themselves. ``blocks``: at most, of a kernel: 1 to ``MAX_BLOCKS``, equal on all
+    ranks. The device must be able to run all of them at once.
     """
 
     def __init__(

@@ -58,8 +58,8 @@ def digest_table(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def land(words: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """Begin to copy int64 [2] on any devices to the CPU, all of a device together, for which
-    nothing waits here; returns what waits for it: int64 CPU tensor [tensors, 2].
+    """Begin to copy int64 [2] on any devices to the CPU, all of a device together, without a
+    wait; returns what waits: int64 CPU tensor [tensors, 2].
     """
     rows: dict[torch.device, list[int]] = {}
     for row, one in enumerate(words):

@@ -164,8 +164,8 @@ class Siblings:
         layout: the mesh.
         axes: positions of the reduced axes, ascending.
         topology: rank placement; its nodes must be known.
-        sort_ranks: NCCL ranks ascend by global rank, as in groups that torch creates for a mesh;
-            else by mesh coordinate, as in groups of meshplan.
+        sort_ranks: NCCL ranks ascend by global rank, as in groups of torch for a mesh; else by
+            mesh coordinate, as in groups of meshplan. Both are the same if a mesh's ranks ascend.
         channels: the most channels that NCCL uses (``NCCL_MAX_NCHANNELS``); ``None``: one ring and
             two trees for each head (`nccl_order`), with as many heads as the fullest node of a
             group has ranks, as on hosts with a network card for each GPU.

@@ -50,7 +50,7 @@ class Step:
     # Of the shards, by position on the one axis of ``scatter``; empty: as ``torch.chunk``
     # splits.
     lengths: tuple[int, ...] = ()
-    # inner, between: of an ``exchange``, as in ``ReductionStrategy``.
+    # inner, between: as in ``ReductionStrategy``.
     inner: int = 1
     between: Between = "exchange"
     # For a flat ``exchange``: how far apart its ranks are; ``None`` if nothing decides

@@ -174,8 +174,8 @@ def join_blocks(
     n: int,
     combine: Callable[[_T, _T], _T],
 ) -> _T:
-    """The value of ``T(n)`` from the values of blocks, those of ``cover_range`` for ranges among
-    the positions 0 to n - 1.
+    """The value of ``T(n)`` from those of blocks of ``cover_range``, for ranges among the
+    positions 0 to n - 1.
     """
     # A generator is read once. Sorted, the blocks of any subtree are neighbours.
     ordered = sorted(blocks, key=lambda item: item[0])
