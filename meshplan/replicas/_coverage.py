@@ -206,7 +206,9 @@ class CoverageStep:
             }
 
     def add(self, row: CoverageRow, nbytes: int, seconds: float, source: Source | None) -> None:
-        """Count a reduction: ``nbytes`` of this rank's summand, ``seconds`` of the host."""
+        """Count a reduction in ``row``: ``nbytes`` of this rank's summand, ``seconds`` of the host.
+        ``source`` has more about it, for those who observe a job.
+        """
         with self._lock:
             self._totals[row.kind].add(1, nbytes, seconds)
             tally = self._rows.get(row)

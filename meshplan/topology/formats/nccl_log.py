@@ -312,7 +312,7 @@ def _fill_nodes(
 
 
 def _describe(size: int, name: str) -> str:
-    return f"communicator {name} of {size} ranks" if name else f"communicator of {size} ranks"
+    return f"communicator{name and f' {name}'} of {size} ranks"
 
 
 def _is_cut(ring: str, size: int) -> bool:
