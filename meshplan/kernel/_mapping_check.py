@@ -105,7 +105,6 @@ class DeviceProbe:
         self._wait = wait
 
     def write(self, seed: str) -> None:
-        """Write a word to each peer; ``DriverError`` if the kernel failed, or took too long."""
         size = self._peers.world
         words = b"".join(_word(seed, self._peers.rank, reader) for reader in range(size))
         with self._staging(len(words)) as staging:

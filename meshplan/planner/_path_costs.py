@@ -373,7 +373,6 @@ def exchange_cost(reduction: PlannedReduction) -> Cost:
 
 
 def halving_cost(reduction: PlannedReduction) -> Cost:
-    """The cost of ``reduction`` by recursive halving, and doubling for the results."""
     reach = reduction.reach
     chunk = _list_rounds(reach.sizes, reduction.elements, reduction.width, reach)
     return _total(reduction, [_predict_stages(reach.links, [chunk])])

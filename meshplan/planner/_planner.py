@@ -104,7 +104,6 @@ def _plan_unordered(
     changed: Sequence[int],
     groups: Sequence[tuple[int, ...]],
 ) -> Plan:
-    """The reductions only, in the places of torch's own; everything else falls through to torch."""
     steps: list[Step] = []
     taken: set[int] = set()
     for axes in groups:

@@ -212,7 +212,6 @@ def _is_whole(found: Mapping[int, Message], asked: Sequence[int]) -> bool:
 
 
 def _compare_sums(answers: Mapping[int, Message], facts: Message, block: int) -> Message:
-    """Add the leaves of a block, and compare the sum with the results of the ranks."""
     dtype = getattr(torch, facts["dtype"])
 
     def read(what: str) -> list[Tensor]:

@@ -62,7 +62,6 @@ def read_mask(mask: Tensor | None, tokens: Tensor, name: str = "token_ids") -> T
 
 
 def check_dtypes(reduction_dtype: torch.dtype, output_dtype: torch.dtype | None = None) -> None:
-    """Refuse dtypes other than float32, float64, bfloat16 and float16."""
     for name, dtype in (
         ("reduction_dtype", reduction_dtype),
         ("output_dtype", output_dtype),
@@ -82,13 +81,11 @@ def check_temperature(temperature: float, reduction_dtype: torch.dtype) -> None:
 
 
 def check_eps(eps: float) -> None:
-    """Refuse a least denominator that is negative, infinite or NaN."""
     if not 0.0 <= float(eps) < math.inf:
         raise ShardError(f"eps is {eps}; pass a finite number, at least zero")
 
 
 def check_pair(first: Tensor, second: Tensor, names: tuple[str, str]) -> None:
-    """Refuse two tensors that cannot be compared element by element."""
     _check_real(first, names[0])
     _check_real(second, names[1])
     check_same_shape(names[0], first.shape, second, names[1])
