@@ -35,6 +35,7 @@ from meshplan._bits import INTEGER_OF_SIZE, flatten
 from meshplan._dtypes import name_of
 from meshplan._torch import is_zerotensor
 from meshplan.kernel._library import DTYPES, available, library
+from meshplan.topology._reading import group_values
 
 DIGEST_VERSION = "v1"
 """Digests of one version compare; other bits of a digest are another version."""
@@ -61,9 +62,7 @@ def land(words: Sequence[Tensor]) -> Callable[[], Tensor]:
     """Begin to copy int64 [2] on any devices to the CPU, all of a device together, without a
     wait; returns what waits: int64 CPU tensor [tensors, 2].
     """
-    rows: dict[torch.device, list[int]] = {}
-    for row, one in enumerate(words):
-        rows.setdefault(one.device, []).append(row)
+    rows = group_values((one.device, row) for row, one in enumerate(words))
     parts = [(some, _land(torch.stack([words[row] for row in some]))) for some in rows.values()]
 
     def read() -> Tensor:
@@ -258,9 +257,7 @@ def sum_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
                 count = piece.numel() // dtype.itemsize
                 library().mp_add_squares(piece.data_ptr(), count, DTYPES[dtype], row.data_ptr())
         return row
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype.to_real(), []).append(tensor)
+    by_dtype = group_values((tensor.dtype.to_real(), tensor) for tensor in tensors)
     for dtype, found in by_dtype.items():
         for bits in _batches(found):
             _add(row, bits.to(torch.int64), *_FORMATS[dtype])

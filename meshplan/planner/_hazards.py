@@ -37,6 +37,7 @@ from meshplan.planner._problem import (
     is_exact,
 )
 from meshplan.topology import Topology
+from meshplan.topology._reading import group_values
 
 _T = TypeVar("_T")
 
@@ -313,10 +314,8 @@ class Siblings:
         """Parts of ``patterns`` that add in one order in a channel."""
         if len(patterns) == 1 or self.size <= 2:  # a sum of two commutes
             return [patterns]
-        parts: dict[bytes, list[int]] = {}
-        for pattern in patterns:
-            parts.setdefault(self._find_form(algorithm, channel, pattern), []).append(pattern)
-        return list(parts.values())
+        forms = ((self._find_form(algorithm, channel, pattern), pattern) for pattern in patterns)
+        return list(group_values(forms).values())
 
     def _make_form(self, algorithm: Algorithm, channel: int, pattern: int) -> bytes:
         """A digest of the order in a channel, as the order itself is as long as a group."""

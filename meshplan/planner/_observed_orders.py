@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshplan.layout import Layout
 from meshplan.planner import nccl_order as order
 from meshplan.planner._hazards import ALGORITHMS, Algorithm
+from meshplan.topology._reading import group_values
 from meshplan.topology.formats.nccl_log import Communicator
 
 
@@ -77,10 +78,9 @@ def _compare(
             _draw_orders(algorithm, one, [*map(group.index, here)], order.canonical)
             for (group, one), here in zip(known, labels, strict=True)
         ]
-        parts: dict[Hashable, list[int]] = {}
-        for position, form in enumerate(forms):
-            if form:
-                parts.setdefault(tuple(sorted(form.items())), []).append(position)
+        parts = group_values(
+            (tuple(sorted(form.items())), position) for position, form in enumerate(forms) if form
+        )
         orders[algorithm] = tuple(map(tuple, parts.values()))
         unread[algorithm] = tuple(i for i, form in enumerate(forms) if not form)
         if len(parts) > 1:

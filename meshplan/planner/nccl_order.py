@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar, cast
 
 from meshplan.errors import LayoutError
+from meshplan.topology._reading import group_values
 
 Tree: TypeAlias = int | tuple["Tree", "Tree"]
 """An association of additions: a leaf is a group rank, a pair is ``left + right``."""
@@ -40,10 +41,8 @@ def nodes_of_group(
     """
     if len(node_of_member) == 0:
         raise LayoutError("node_of_member is empty; give one node number per group rank")
-    nodes: dict[int, list[int]] = {}
-    for rank, node in enumerate(node_of_member):
-        nodes.setdefault(node, []).append(rank)
-    return tuple(tuple(ranks) for ranks in nodes.values())
+    nodes = group_values((node, rank) for rank, node in enumerate(node_of_member))
+    return tuple(map(tuple, nodes.values()))
 
 
 def count_heads(ranks_per_node: Sequence[int]) -> int:

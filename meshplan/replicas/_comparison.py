@@ -62,6 +62,7 @@ from meshplan.kernel import DIGEST_VERSION, byte_pieces, digest_table, hash_word
 from meshplan.layout import Layout
 from meshplan.record import Record, ranks_text
 from meshplan.replicas._tensors import NamedTensor
+from meshplan.topology._reading import group_values
 
 # The axes of a mesh along which a tensor is replicated.
 
@@ -365,9 +366,7 @@ def split_by_digest(
     of the most ranks is first, of equally large ones that of the lowest position.
     """
     of = {position: tuple(digests[position].tolist()) for position in group}
-    classes: dict[tuple[int, ...], list[int]] = {}
-    for position in group:
-        classes.setdefault(of[position], []).append(position)
+    classes = group_values((of[position], position) for position in group)
     ordered = sorted(classes.values(), key=lambda members: (-len(members), members[0]))
     # An axis counts if some line of the group along it has two digests. One bad rank counts along
     # all axes; a node whose ranks agree on other bits, only along the axes that leave it.

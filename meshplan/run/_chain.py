@@ -22,6 +22,7 @@ from torch import Tensor
 
 from meshplan._message_text import format_runs
 from meshplan.run._words import format_words
+from meshplan.topology._reading import group_values
 
 Message = dict[str, Any]
 HEAD = "meshplan certificate"
@@ -137,10 +138,7 @@ class Chain:
 
     def _add_up(self, posts: _Posts) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Words by list of tensors, and reasons why some are not certified."""
-        shares: dict[str, list[int]] = {}
-        for rank, words in posts.items():
-            for name in words:
-                shares.setdefault(name, []).append(rank)
+        shares = group_values((name, rank) for rank, words in posts.items() for name in words)
         names: dict[str, set[str]] = {}
         for one in {name.split()[0] for name in shares}:
             for key in self._keys.get(one, ()):

@@ -29,6 +29,7 @@ from meshplan.replicas._comparison import (
 )
 from meshplan.run._chain import Chain
 from meshplan.run._words import format_words
+from meshplan.topology._reading import group_values
 
 HELD_POSTS = 400_000  # some 60 MB
 ASKED = 8
@@ -224,7 +225,6 @@ class Ledger:
         classes: list[list[int]],
         elements: tuple[Elements, ...],
     ) -> None:
-        """Complete the record of the first difference by what is known now."""
         parts = tuple(map(tuple, classes))
         divergence = Divergence(first["tensor"], what, (), (), parts, (), elements)
         ulps = max(
@@ -318,10 +318,7 @@ class Ledger:
 
 def group_by_value(values: Mapping[int, Any]) -> dict[str, list[int]]:
     """Ranks by their value as text."""
-    found: dict[str, list[int]] = {}
-    for rank in sorted(values):
-        found.setdefault(str(values[rank]), []).append(rank)
-    return found
+    return group_values((str(values[rank]), rank) for rank in sorted(values))
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -23,6 +23,7 @@ from meshplan._message_text import format_runs
 from meshplan._torch import AsyncCollectiveTensor
 from meshplan.kernel import integers
 from meshplan.testing._ranks import RankGroup
+from meshplan.topology._reading import group_values
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -110,10 +111,8 @@ def assert_replicas_equal(
             ``3 different replicas: ranks 0-4,6 | 5 | 7``.
         GroupStateError: no process group is initialised, or this rank is not in ``group``.
     """
-    classes: dict[str, list[int]] = {}
     ranks = RankGroup(group)
-    for rank, found in zip(ranks.ranks, ranks.gather_records(digest(tensor)), strict=True):
-        classes.setdefault(found, []).append(rank)
+    classes = group_values(zip(ranks.gather_records(digest(tensor)), ranks.ranks, strict=True))
     if len(classes) > 1:
         shown = " | ".join(",".join(format_runs(ranks)) for ranks in classes.values())
         raise AssertionError(f"{what}: {len(classes)} different replicas: ranks {shown}")

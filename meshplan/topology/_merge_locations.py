@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TypeVar
 
 from meshplan._message_text import format_runs
 from meshplan.topology._locate import Gpu, RankLocation
@@ -17,13 +16,13 @@ from meshplan.topology._reading import (
     Note,
     find_components,
     format_count,
+    group_values,
     number_names,
 )
 
 LIVE = "live"
 # Names that a note lists; a job may have thousands of ranks.
 _SHOWN = 8
-_Key = TypeVar("_Key", bound=Hashable)
 
 
 def merge_locations(locations: Sequence[RankLocation]) -> Cluster:
@@ -148,14 +147,14 @@ class _Job:
         kinds: dict[int, set[str]] = defaultdict(set)
         for rank, gpu in self.gpus:
             kinds[self.hosts[rank]].add(_describe_gpu(gpu))
-        hosts_of = _invert((" and ".join(sorted(kinds[host])), host) for host in sorted(kinds))
+        hosts_of = group_values((" and ".join(sorted(kinds[host])), host) for host in sorted(kinds))
         if len(hosts_of) > 1:
             shown = [f"{self._show_hosts(found)}: {kind}" for kind, found in hosts_of.items()]
             yield Note(
                 f"hosts are not identical: {'; '.join(shown[:_SHOWN])}",
                 "MP204",
             )
-        nodes_of = _invert((size, node) for node, size in Counter(self.nodes).items())
+        nodes_of = group_values((size, node) for node, size in Counter(self.nodes).items())
         if len(nodes_of) > 1:
             first = dict(reversed(list(zip(self.nodes, self.hosts, strict=True))))
             usual, others = _split_usual(
@@ -189,7 +188,7 @@ class _Job:
                 "the job",
                 "MP201",
             )
-        faults = _invert(
+        faults = group_values(
             (words, rank)
             for rank, gpu in self.gpus
             for words in (gpu.fabric.faults if gpu.fabric else ())
@@ -197,7 +196,7 @@ class _Job:
         for words in sorted(faults)[:_SHOWN]:
             where = _show_ranks(faults[words])
             yield Note(f"fabric of multi-node NVLink, {where}: {words}", "MP201")
-        unread = _invert((gpu.unread, rank) for rank, gpu in self.gpus if gpu.unread)
+        unread = group_values((gpu.unread, rank) for rank, gpu in self.gpus if gpu.unread)
         for links in sorted(unread)[:_SHOWN]:
             which = ", ".join(map(str, links[:_SHOWN])) + (", ..." if len(links) > _SHOWN else "")
             plural, where = (
@@ -207,12 +206,12 @@ class _Job:
             yield Note(f"link{plural} {which} could not be read on {where}", "MP201")
 
     def _check_gpus(self) -> Iterator[Note]:
-        unknown = _invert(
+        unknown = group_values(
             (one.reason, rank) for rank, one in enumerate(self.locations) if not one.gpu
         )
         for reason in sorted(unknown)[:_SHOWN] if self.gpus else ():
             yield Note(f"the GPU is unknown on {_show_ranks(unknown[reason])}: {reason}")
-        ranks_of = _invert(((self.hosts[rank], gpu.id), rank) for rank, gpu in self.gpus)
+        ranks_of = group_values(((self.hosts[rank], gpu.id), rank) for rank, gpu in self.gpus)
         shared = [(key, ranks) for key, ranks in ranks_of.items() if len(ranks) > 1]
         for (host, id), ranks in shared[:_SHOWN]:
             yield Note(
@@ -223,8 +222,8 @@ class _Job:
 
     def _check_hosts(self) -> Iterator[Note]:
         located = list(zip(self.locations, self.hosts, strict=True))
-        of_agent = _invert((one.agent, host) for one, host in located if one.agent is not None)
-        of_machine = _invert((one.machine, host) for one, host in located if one.machine)
+        of_agent = group_values((one.agent, host) for one, host in located if one.agent is not None)
+        of_machine = group_values((one.machine, host) for one, host in located if one.machine)
         agents = [(agent, set(found)) for agent, found in of_agent.items() if len(set(found)) > 1]
         for agent, found in agents[:1]:
             yield Note(
@@ -259,13 +258,6 @@ def _describe_gpu(gpu: Gpu) -> str:
         links = "links between GPUs" if gpu.peers else "no links"
     count = "" if gpu.on_host is None else f"{gpu.on_host} x "
     return f"{count}{gpu.model or gpu.vendor}, {links}"
-
-
-def _invert(pairs: Iterable[tuple[_Key, int]]) -> dict[_Key, list[int]]:
-    found: dict[_Key, list[int]] = {}
-    for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
 
 
 def _split_usual(

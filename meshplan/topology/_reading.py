@@ -15,6 +15,8 @@ MAX_DEPTH = 32  # of YAML
 # GPU or rank indices as in the input, each group ascending, groups by their first index.
 Groups = tuple[tuple[int, ...], ...]
 _Member = TypeVar("_Member", bound=Any)  # can be sorted
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +96,16 @@ def find_components(
 
     for one, other in pairs:
         parent[find_root(one)] = find_root(other)
-    groups: dict[_Member, list[_Member]] = {}
-    for member in sorted(parent):
-        groups.setdefault(find_root(member), []).append(member)
+    groups = group_values((find_root(member), member) for member in sorted(parent))
     return tuple(sorted(tuple(group) for group in groups.values()))
+
+
+def group_values(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """The values of each key, both in the order of their first appearance."""
+    found: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def format_count(count: int, what: str) -> str:

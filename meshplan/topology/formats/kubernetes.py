@@ -19,6 +19,7 @@ from meshplan.topology._reading import (
     Reading,
     compose_yaml,
     format_count,
+    group_values,
 )
 
 _CLIQUE = "nvidia.com/gpu.clique"
@@ -54,10 +55,7 @@ def read(text: str) -> Reading:
     of its own. If only the capacity of a host shows GPUs, nodes are unknown.
     """
     hosts = [_parse_host(item, index) for index, item in enumerate(_parse_items(text))]
-    cliques: dict[str, list[int]] = {}
-    for index, (_, clique, _) in enumerate(hosts):
-        if clique:
-            cliques.setdefault(clique, []).append(index)
+    cliques = group_values((clique, index) for index, (_, clique, _) in enumerate(hosts) if clique)
     notes = []
     for clique, members in list(cliques.items())[:_SHOWN]:
         some = ", ".join(hosts[index][0][:63] for index in members[:4])

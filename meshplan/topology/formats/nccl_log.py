@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshplan.errors import TopologyInputError
-from meshplan.topology._reading import Groups, Note, Reading, parse_number
+from meshplan.topology._reading import Groups, Note, Reading, group_values, parse_number
 
 _MARK = "NCCL INFO "
 _PREFIX = 500  # characters that are searched before the mark
@@ -258,9 +258,7 @@ def _group_ranks(members: Sequence[_Member]) -> dict[str, list[int]] | None:
     if any(member.number("MNNVL") for member in members):
         found = _group_by_clique(members)
     else:
-        by_host: dict[str, list[int]] = defaultdict(list)
-        for member in members:
-            by_host[member.host].append(member.rank)
+        by_host = group_values((member.host, member.rank) for member in members)
         found = None if "" in by_host else by_host
     if found is None or (counts and counts != {len(found)}):
         local = [(member.number("localRank"), member.number("localRanks")) for member in members]
@@ -324,11 +322,8 @@ def _count_channels(
     members: Sequence[_Member], kind: str, pattern: re.Pattern[str]
 ) -> dict[int, list[_Member]]:
     """_Members by the number of channels in their last line of a kind."""
-    found: dict[int, list[_Member]] = defaultdict(list)
-    for member in members:
-        if count := member.find(kind, pattern):
-            found[int(count[0])].append(member)
-    return found
+    counts = ((member.find(kind, pattern), member) for member in members)
+    return group_values((int(count[0]), member) for count, member in counts if count)
 
 
 def _compare_channels(communicators: dict[_Key, list[_Member]]) -> list[Note]:

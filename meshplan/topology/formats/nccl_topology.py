@@ -17,7 +17,14 @@ from xml.parsers import expat
 
 from meshplan._message_text import format_first, format_runs
 from meshplan.errors import TopologyInputError
-from meshplan.topology._reading import Groups, Note, Reading, find_components, parse_number
+from meshplan.topology._reading import (
+    Groups,
+    Note,
+    Reading,
+    find_components,
+    group_values,
+    parse_number,
+)
 
 # XML by the standard library's expat, without the dangerous features of XML.
 #
@@ -253,9 +260,7 @@ class _System:
         ends = {gpu.end for gpu in self.gpus} | {end for _, end in joined}
         found = find_components(ends, joined)
         domain = {end: number for number, group in enumerate(found) for end in group}
-        groups: dict[int, list[int]] = {}
-        for gpu in self.gpus:
-            groups.setdefault(domain[gpu.end], []).append(gpu.index)
+        groups = group_values((domain[gpu.end], gpu.index) for gpu in self.gpus)
         return tuple(sorted(tuple(sorted(group)) for group in groups.values()))
 
     def find_nodes(self, domains: Groups | None) -> Groups | None:
@@ -313,9 +318,7 @@ class _System:
             )
 
     def list_degraded(self) -> Iterator[Note]:
-        counts: dict[int, list[_Gpu]] = {}
-        for gpu in self.gpus:
-            counts.setdefault(gpu.links, []).append(gpu)
+        counts = group_values((gpu.links, gpu) for gpu in self.gpus)
         if len(counts) > 1:
             most = sorted(counts.items(), key=lambda item: -len(item[1]))
             found = "; ".join(
