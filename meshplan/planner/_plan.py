@@ -11,6 +11,7 @@ from meshplan.contract import Contract, Op
 from meshplan.layout import Layout
 from meshplan.planner._path_costs import Between, Cost, LinkName, Reach, split_sizes
 from meshplan.planner._problem import Problem, Spec
+from meshplan.topology._reading import format_count
 
 MAX_CANDIDATES = 6
 """Plans that a ``Plan`` keeps for ``explain``, itself among them."""
@@ -200,7 +201,7 @@ class Plan:
             yield "no choice:" if self.steps else "nothing to do"
             yield from (f"  {step.line(layout)}" for step in self.steps)
             return
-        plans = f"{self.compared} plan{'s' if self.compared > 1 else ''}"
+        plans = format_count(self.compared, "plan")
         yield f"{plans} compared for {_describe_size(self.problem)}; bytes out of the busiest rank"
         best = self.candidates[0].cost
         for candidate in self.candidates:
@@ -252,9 +253,8 @@ def _format_cost(cost: Cost) -> str:
         f" ({', '.join(links)})" if len(links) > 1 else "".join(f" {n.split()[-1]}" for n in links)
     )
     return (
-        f"{format_time(cost.nanoseconds)}, {cost.collectives} "
-        f"collective{'s' if cost.collectives != 1 else ''}, {format_bytes(cost.sent)} out{out}, "
-        f"{format_bytes(cost.peak)} memory"
+        f"{format_time(cost.nanoseconds)}, {format_count(cost.collectives, 'collective')}, "
+        f"{format_bytes(cost.sent)} out{out}, {format_bytes(cost.peak)} memory"
         + (f", new group {' and '.join(cost.creates)}" if cost.creates else "")
     )
 
@@ -271,7 +271,7 @@ def _explain_rejection(best: Cost, other: Cost) -> str:
     ]
     extra = other.collectives - best.collectives
     if extra > 0:
-        reasons.append(f"{extra} more collective{'s' if extra > 1 else ''}")
+        reasons.append(format_count(extra, "more collective"))
     reasons += [f"a new group {name}" for name in other.creates if name not in best.creates]
     if other.peak > best.peak:
         reasons.append(f"{format_bytes(other.peak - best.peak)} more memory")
