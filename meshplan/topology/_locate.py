@@ -245,10 +245,8 @@ def _read_nodes(root: Path) -> tuple[list[_Node], set[int]]:
         # A CPU has 0.
         if gpu_id.strip() not in ("", "0"):
             links, unread = _read_xgmi_links(folder)
-            unique, at = (
-                properties.get("unique_id", 0),
-                properties.get("location_id", 0),
-            )
+            unique = properties.get("unique_id", 0)
+            at = properties.get("location_id", 0)
             bus = f"{properties.get('domain', 0):04x}:{at >> 8 & 0xFF:02x}:{at >> 3 & 0x1F:02x}"
             name = f"GPU-{unique:016x}" if unique else ""
             nodes.append(_Node(number, name, f"{bus}.{at & 7}", links, unread))

@@ -199,10 +199,8 @@ class _Job:
         unread = group_values((gpu.unread, rank) for rank, gpu in self.gpus if gpu.unread)
         for links in sorted(unread)[:_SHOWN]:
             which = ", ".join(map(str, links[:_SHOWN])) + (", ..." if len(links) > _SHOWN else "")
-            plural, where = (
-                "s" if len(links) > 1 else "",
-                _show_ranks(unread[links]),
-            )
+            plural = "s" if len(links) > 1 else ""
+            where = _show_ranks(unread[links])
             yield Note(f"link{plural} {which} could not be read on {where}", "MP201")
 
     def _check_gpus(self) -> Iterator[Note]:
