@@ -300,25 +300,6 @@ def test_members_with_different_group_counts_agree() -> None:
     assert run_ranks(ranks, 4) == [(4.0, True)] * 4
 
 
-def test_call_after_an_absent_rank_recovers() -> None:
-    def ranks(rank: int) -> tuple[str, tuple[int, ...], float]:
-        mesh = DeviceMesh("cpu", [[3, 1], [0, 2]])
-        name, missing = "", ()
-        if rank != 3:
-            try:
-                with patience(3):
-                    group(mesh, 0, 1, timeout=1.0)
-            except GroupAgreementError as found:
-                name, missing = type(found).__name__, found.missing
-        dist.barrier()
-        return name, missing, total(group(mesh, 0, 1))
-
-    found = run_ranks(ranks, 4)
-    for rank in (0, 1, 2):
-        assert found[rank] == ("GroupAgreementError", (3,), 4.0)
-    assert found[3][2] == 4.0
-
-
 def test_rank_without_the_same_calls_before_is_not_missing() -> None:
     """Where the rank that passes on the names is, others have reduced over other axes before."""
 
@@ -337,17 +318,6 @@ def test_rank_without_the_same_calls_before_is_not_missing() -> None:
         return missing
 
     assert run_ranks(ranks, 4) == [(), (0,), (0,), (0,)]
-
-
-def test_different_group_order_is_an_error_not_a_hang() -> None:
-    def ranks(rank: int) -> list[str]:
-        one = DeviceMesh("cpu", [[1, 0], [3, 2]])
-        two = DeviceMesh("cpu", [[2, 0], [3, 1]])
-        order = (one, two) if rank < 2 else (two, one)
-        return [error(group, mesh, 0, 1, timeout=1.0)[:5] for mesh in order]
-
-    for messages in run_ranks(ranks, 4):
-        assert "MP501" in messages
 
 
 def test_groups_are_created_again_after_shutdown() -> None:
@@ -516,15 +486,3 @@ def test_failed_creation_on_one_member_fails_all_and_recovers(
             "again"
         )
         assert sum_of_ones == 3.0
-
-
-def test_group_destroyed_by_the_user_is_not_reused() -> None:
-    def ranks(rank: int) -> tuple[bool, float]:
-        mesh = DeviceMesh("cpu", [2, 1, 0])
-        first = group(mesh, 0).pg
-        dist.barrier()
-        dist.destroy_process_group(first)
-        second = group(mesh, 0)
-        return second.pg is first, total(second)
-
-    assert run_ranks(ranks, 3) == [(False, 3.0)] * 3
