@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
-from torch.nn.parallel import DistributedDataParallel
 
 import meshplan
 from meshplan import BackendOptions, Contract, clip_grad_norm_, collectives
@@ -154,35 +153,6 @@ def test_no_option_of_a_reduction_changes_a_bit(dtype: torch.dtype, contract: Co
 def gradient_of(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
-
-
-def buckets_of_ddp(rank: int) -> list[str]:
-    """Differences of DDP's gradients from those in buckets of the default size."""
-    group = dist.new_group(backend="meshplan")
-    wrong = []
-    for dtype in DTYPES:
-        first: list[Tensor] = []
-        for options in (
-            {},
-            {"bucket_cap_mb": 1e-4},
-            {"bucket_cap_mb": 1e-3, "gradient_as_bucket_view": True},
-            {"static_graph": True},
-        ):
-            torch.manual_seed(0)
-            layers = nn.Sequential(*(nn.Linear(17, 17, dtype=dtype) for _ in range(4)))
-            model = DistributedDataParallel(layers, process_group=group, **options)
-            torch.manual_seed(1 + rank)
-            model(torch.randn(3, 17).to(dtype)).float().square().mean().backward()
-            grads = [bits(gradient_of(parameter)) for parameter in layers.parameters()]
-            first = first or grads
-            if not all(map(torch.equal, grads, first)):
-                wrong.append(f"{dtype} {options}")
-    return wrong
-
-
-@pytest.mark.processes
-def test_no_bucket_of_ddp_changes_a_bit() -> None:
-    assert run_ranks(buckets_of_ddp, WORLD_SIZE) == [[]] * WORLD_SIZE
 
 
 def clipped(foreach: bool | None, dtypes: tuple[torch.dtype, ...], device: str) -> list[Tensor]:

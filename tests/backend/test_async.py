@@ -131,39 +131,6 @@ def test_reductions_run_in_the_order_of_their_calls() -> None:
     assert run_ranks(keep_order, 2, backend="meshplan") == [[3.0 * 2**20, 2.0]] * 2
 
 
-def cross(rank: int) -> list[float]:
-    """Ranks issue on two groups in different orders: each group has a thread of its own."""
-    groups = [dist.new_group(backend="meshplan") for _ in range(2)]
-    tensors = [torch.ones(3), torch.ones(3) * 5]
-    order = (0, 1) if rank == 0 else (1, 0)
-    finish([start_all_reduce(tensors[i], group=groups[i]) for i in order])
-    return [tensor[0].item() for tensor in tensors]
-
-
-def test_groups_do_not_wait_for_each_other() -> None:
-    assert run_ranks(cross, 2, backend="meshplan") == [[2.0, 10.0]] * 2
-
-
-def mix(rank: int) -> list[float]:
-    """Calls that move data, between reductions whose `wait` was not called."""
-    x, y = torch.ones(50_000), torch.full((3,), float(rank))
-    work = start_all_reduce(x)
-    dist.broadcast(y, 1)
-    found = [torch.empty(3) for _ in range(2)]
-    dist.all_gather(found, y + rank)
-    peer = torch.empty(1)
-    if rank == 0:
-        dist.send(torch.ones(1) * 7, 1)
-    else:
-        dist.recv(peer, 0)
-    work.wait()
-    return [x[-1].item(), y[0].item(), found[1][0].item(), peer.item() if rank else 7.0]
-
-
-def test_data_moves_between_reductions_that_run() -> None:
-    assert run_ranks(mix, 2, backend="meshplan") == [[2.0, 1.0, 2.0, 7.0]] * 2
-
-
 def call_functions(rank: int) -> list[float]:
     """A function and a redistribution over the group, while its reductions wait for a late rank."""
     x, y, z = (torch.full((4,), float(10**i)) for i in range(3))
@@ -211,31 +178,6 @@ def disagree(rank: int) -> list[Any]:
 
 def test_errors_reach_wait_and_the_future() -> None:
     assert run_ranks(disagree, 2, backend="meshplan") == [["MP703", True, True]] * 2
-
-
-def miss(rank: int) -> list[Any]:
-    """One rank never comes: the wait of the other one ends, and names it."""
-    group = dist.new_group(
-        backend="meshplan",
-        pg_options=meshplan.BackendOptions(timeout=timedelta(seconds=4)),
-    )
-    dist.all_reduce(torch.ones(1), group=group)
-    if rank == 1:
-        wait_for("gave up", 1)
-        return []
-    work = start_all_reduce(torch.ones(1), group=group)
-    try:
-        work.wait()
-    except meshplan.MeshplanError as error:
-        arrive("gave up")
-        return [error.code, "rank 1" in str(error)]
-    return []
-
-
-@pytest.mark.full
-def test_a_wait_for_a_missing_rank_ends_and_names_it() -> None:
-    first, _ = run_ranks(miss, 2, backend="meshplan")
-    assert first == ["MP702", True]
 
 
 def end_thread(rank: int) -> list[list[str]]:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import meshplan
@@ -22,35 +21,6 @@ from meshplan.errors import FallbackRefusedError
 from tests.processes import run_ranks, warm_compiler
 
 pytestmark = pytest.mark.processes
-
-
-def redistribute(_: int) -> list[Any]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    leaves = [torch.randn(50, generator=torch.Generator().manual_seed(r)) * 9**r for r in range(4)]
-    expected = meshplan.reduce_leaves(leaves, "sum", [2, 2])
-
-    def run() -> Tensor:
-        found = DTensor.from_local(leaves[dist.get_rank()], mesh, [Partial(), Partial()])
-        result = found.redistribute(mesh, [Replicate(), Replicate()])
-        assert isinstance(result, DTensor)
-        return result.to_local()
-
-    # Axis by axis, as torch does it: another tree, and the same one on every rank.
-    mine = run()
-    found = [torch.empty_like(mine) for _ in range(4)]
-    dist.all_gather(found, mine)
-    plain = all(torch.equal(one, mine) for one in found)
-    with meshplan.installed():
-        meshplan.clear_report()
-        # One reduction over both axes.
-        planned = torch.equal(run(), expected)
-        kinds = [entry["kind"] for entry in meshplan.report().entries]
-    meshplan.shutdown()
-    return [plain, planned, len(kinds) > 0]
-
-
-def test_the_plugin_runs_over_the_backend() -> None:
-    assert run_ranks(redistribute, 4, backend="meshplan") == [[True, True, True]] * 4
 
 
 def train_strictly(_: int) -> bool:
@@ -165,30 +135,3 @@ def reduce_while_another_thread_compiles(rank: int) -> list[float]:
 def test_a_thread_that_compiles_changes_no_reduction_of_another() -> None:
     run = reduce_while_another_thread_compiles
     assert run_ranks(run, 2, backend="meshplan") == [[3.0] * 6] * 2
-
-
-def gradients(rank: int, shape: tuple[int, ...]) -> list[Tensor]:
-    """Of one step on four ranks, sharded over the last axis and replicated over the others."""
-    names = ("ddp", "fsdp")[-len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 64), nn.GELU(), nn.Linear(64, 40))
-    for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=mesh)
-    torch.manual_seed(rank + 1)
-    model(torch.randn(8, 40) * 3).square().sum().backward()
-    found = []
-    for parameter in model.parameters():
-        assert isinstance(parameter.grad, DTensor)
-        found.append(parameter.grad.full_tensor())
-    return found
-
-
-def compare_meshes(rank: int) -> list[bool]:
-    flat, hybrid = gradients(rank, (4,)), gradients(rank, (2, 2))
-    return [torch.equal(a, b) for a, b in zip(flat, hybrid, strict=True)]
-
-
-def test_hsdp_has_the_bits_of_fsdp_over_the_flat_mesh() -> None:
-    """In float32, with powers of two: both steps of HSDP are parts of one tree."""
-    assert run_ranks(compare_meshes, 4, backend="meshplan") == [[True] * 4] * 4

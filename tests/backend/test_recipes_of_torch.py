@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
@@ -128,35 +127,12 @@ def hybrid(mesh: DeviceMesh) -> list[Tensor]:
     return [train(model, optimizer, mesh) for _ in range(5)][-1]
 
 
-def collectives(mesh: DeviceMesh) -> list[Tensor]:
-    """What each way to reduce makes of one tensor."""
-    group = mesh.get_group("fsdp")
-    leaves = [
-        torch.randn(600, generator=torch.Generator().manual_seed(i)) * 10**i for i in range(3)
-    ]
-    x = leaves[mesh.get_local_rank("fsdp")]
-    raw, shard, whole = x.clone(), torch.empty(200), torch.empty_like(x)
-    dist.all_reduce(raw, group=group)
-    dist.reduce_scatter_single(shard, x.clone(), group=group)
-    dist.all_gather_single(whole, shard, group=group)
-    parts = [part.clone() for part in x.split(100)]
-    with dist.distributed_c10d._coalescing_manager(group):
-        for part in parts:
-            dist.all_reduce(part, group=group)
-    found = [raw, funcol.all_reduce(x, "sum", group) + 0, whole, torch.cat(parts)]
-    if dist.get_backend() == "meshplan":
-        expected = meshplan.reduce_leaves(leaves, "sum", [3])
-        assert all(torch.equal(one, expected) for one in found)
-    return found
-
-
 RECIPES: dict[str, Callable[[DeviceMesh], list[Tensor]]] = {
     "PowerSGD": compress,
     "ZeRO-1": shard_optimizer,
     "clip_grad_norm_": clip,
     "loss_parallel": parallel_loss,
     "HSDP": hybrid,
-    "collectives": collectives,
 }
 
 
@@ -166,8 +142,6 @@ def count_differing(recipe: str, rank: int) -> dict[str, Any]:
     nccl_model.configure(domain_size=2, algorithm="tree")
     # The name of the backend is the only difference.
     os.environ["MESHPLAN_INNER"] = "nccl_model"
-    if recipe == "collectives":
-        os.environ["MESHPLAN_PATH"] = "exchange"
     store = dist.FileStore(os.environ["MESHPLAN_TEST_STORE"], 6)
     results: dict[str, Any] = {}
     warnings.simplefilter("ignore")
@@ -191,7 +165,7 @@ def count_differing(recipe: str, rank: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "recipe",
-    ["PowerSGD", "clip_grad_norm_", "HSDP", "collectives", full("ZeRO-1"), full("loss_parallel")],
+    ["clip_grad_norm_", "HSDP", *map(full, ("PowerSGD", "ZeRO-1", "loss_parallel"))],
 )
 def test_replicas_have_equal_bits_where_plain_ones_differ(recipe: str) -> None:
     found = run_ranks(partial(count_differing, recipe), 6, init=False)
