@@ -38,41 +38,6 @@ def mesh() -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("path", ["exchange", "reference"])
-@pytest.mark.parametrize(
-    ("src", "dst"),
-    [
-        ((P, P, R), (R, R, R)),
-        ((P, R, R), (R, R, R)),
-        ((R, P, R), (R, R, R)),
-        ((P, P, P), (R, S, R)),
-        ((Partial("avg"), P, P), (S, R, R)),
-    ],
-)
-def test_all_ranks_of_the_8_by_5_mesh_agree(
-    mesh: DeviceMesh, src: tuple[Placement, ...], dst: tuple[Placement, ...], path: str
-) -> None:
-    with LocalTensorMode(40) as ranks, meshplan.installed(path=path, strict=True):
-        summand = ranks.rank_map(lambda r: torch.full((10, 3), float(r)))
-        d = DTensor.from_local(summand, mesh, src, run_check=False)
-        with CommDebugMode() as calls:
-            found = d.redistribute(mesh, dst).to_local()
-    assert isinstance(found, LocalTensor)
-    assert sum(calls.get_comm_counts().values()) == 1
-    for rank, local in found._local_tensors.items():
-        where = (rank // 5, rank % 5)
-        members = [
-            r
-            for r in range(40)
-            if all(src[i].is_partial() or (r // 5, r % 5)[i] == where[i] for i in range(2))
-        ]
-        total = float(sum(members)) / (8 if src[0] == Partial("avg") else 1)
-        assert set(local.flatten().tolist()) <= {total}
-        # Of ten rows, each of five or eight ranks holds two until none are left.
-        sharded = [i for i, p in enumerate(dst) if p == S]
-        assert local.shape[0] == (10 if not sharded else 2 if where[sharded[0]] < 5 else 0)
-
-
 @pytest.mark.parametrize("blocks", [False, True])
 def test_simulated_ranks_exchange_instead_of_halving(mesh: DeviceMesh, blocks: bool) -> None:
     """With the reason in the report. Flat, halving was requested: it is a fallback."""

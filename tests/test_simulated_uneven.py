@@ -96,7 +96,13 @@ def compare(
 
 
 @pytest.mark.parametrize(
-    "options", [{"path": "reference"}, full({"policy": "fast"}), full({"path": "native"})]
+    "options",
+    [
+        {"path": "exchange", "strict": True, "audit": 1},
+        {"path": "reference"},
+        full({"policy": "fast"}),
+        full({"path": "native"}),
+    ],
 )
 def test_uneven_shards_are_exact_on_other_paths(
     square: DeviceMesh, options: dict[str, object]

@@ -11,7 +11,6 @@ import pytest
 import torch
 from expecttest import TestCase
 from torch import Tensor, nn
-from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import (
     DTensor,
@@ -145,21 +144,6 @@ def test_contract_and_policy_reductions_are_accepted() -> None:
 
     ran = run_ranks(ranks, 4)[0]
     assert {"one_shot", "native", "torch"} == set(ran)
-
-
-def test_single_process_simulation_is_accepted() -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    try:
-        mesh = mesh_of_four()
-        with LocalTensorMode(4), meshplan.installed(strict=True, path="exchange", audit=1):
-            d = DTensor.from_local(torch.ones(4), mesh, (P, P), run_check=False)
-            assert d.redistribute(mesh, (R, R)).placements == (R, R)
-        assert not meshplan.report().fallbacks
-    finally:
-        torch.distributed.destroy_process_group()
-        meshplan.clear_report()
 
 
 def test_unpinned_reduce_scatters_are_refused() -> None:
