@@ -26,7 +26,6 @@ from meshplan import kernel
 from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
 from meshplan.errors import (
-    FallbackRefusedError,
     GroupAgreementError,
     GroupStateError,
     PeerTimeoutError,
@@ -336,48 +335,6 @@ MP703: rank 1 called a reduction over ranks 0, 1, 2 with float32[8] for all_redu
                 assert_bitwise_equal(d.full_tensor(), torch.full((8,), 3.0))
 
         run_ranks(ranks, 2, collective_timeout=8.0)
-
-    def test_unavailable_paths_are_logged_with_their_reason(self) -> None:
-        """The log has the reason why shared memory is not used."""
-
-        def ranks(rank: int) -> list[str]:
-            _connect.host = lambda: f"host {rank // 2}"
-            mesh = init_device_mesh("cpu", (4,))
-            d = DTensor.from_local(torch.ones(4), mesh, (P,), run_check=False)
-            messages = []
-            with meshplan.installed(path="two_shot", strict=True):
-                messages.append(refusal(FallbackRefusedError, d.full_tensor))
-            with meshplan.installed(path="two_shot"):
-                assert d.full_tensor().tolist() == [4.0] * 4
-                (entry,) = meshplan.report().fallbacks
-                messages.append(entry["why"])
-            meshplan.clear_report()
-            with meshplan.installed(strict=True):
-                assert d.full_tensor().tolist() == [4.0] * 4
-            assert not meshplan.report().fallbacks
-            messages.append(meshplan.report().entries[0]["why"])
-
-            def nothing(size: int) -> None:
-                raise OSError(28, "No space left on device")
-
-            kernel.SharedMemory.create = nothing  # type: ignore[assignment, method-assign]
-            _connect.host = lambda: "one host"
-            assert meshplan.shutdown() == 0
-            with meshplan.installed():
-                d.full_tensor()
-            messages.append(meshplan.report().entries[-1]["why"])
-            return messages
-
-        found = run_ranks(ranks, 4)
-        assert all(messages == found[0] for messages in found)
-        self.assertExpectedInline(
-            "\n".join(found[0]),
-            """\
-MP701: (P(sum)) -> (R) on (axis0=4): path two_shot was requested and exchange would run: one axis, in one order for all siblings; not through shared memory: its ranks are on several hosts, or in containers that cannot see each other; pass another path, or strict=False
-one axis, in one order for all siblings; not through shared memory: its ranks are on several hosts, or in containers that cannot see each other
-one axis, in one order for all siblings; not through shared memory: its ranks are on several hosts, or in containers that cannot see each other; one all-gather costs less than an exchange of this size
-one axis, in one order for all siblings; not through shared memory: rank 0: no shared memory: [Errno 28] No space left on device; one all-gather costs less than an exchange of this size""",
-        )
 
     def test_absence_while_mapping_is_named(self) -> None:
         def ranks(rank: int) -> str:

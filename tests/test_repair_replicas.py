@@ -284,7 +284,6 @@ def leave_before_copying(rank: int) -> str:
     return "repaired"
 
 
-@pytest.mark.full
 def pass_wrong_arguments(rank: int) -> list[str]:
     torch.manual_seed(0)
     model: Any = nn.Linear(2, 1)

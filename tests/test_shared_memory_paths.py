@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import meshplan
+from meshplan import kernel
 from meshplan.definition import reduce_leaves
 from meshplan.errors import FallbackRefusedError
 from meshplan.execute import PATHS, Purpose, StepGroups, run_reduction
@@ -107,7 +108,10 @@ def test_path_decides_the_form_in_a_graph(path: str) -> None:
 
 class TestRefusedForms(TestCase):
     def test_one_shot_without_shared_memory_falls_back(self) -> None:
-        """On several hosts, where near ranks reduce first, and for a collective by itself."""
+        """On several hosts, where near ranks reduce first, and for a collective by itself.
+
+        For ``auto`` that is no fallback; the report has the reason.
+        """
 
         def ranks(rank: int) -> list[str]:
             messages = []
@@ -124,6 +128,21 @@ class TestRefusedForms(TestCase):
             (entry,) = meshplan.report().fallbacks
             messages.append(entry["why"])
             assert (entry["path"], entry["ran"]) == ("one_shot", "exchange")
+            meshplan.clear_report()
+            with meshplan.installed(strict=True):
+                d.full_tensor()
+            assert not meshplan.report().fallbacks
+            messages.append(meshplan.report().entries[0]["why"])
+
+            def nothing(size: int) -> None:
+                raise OSError(28, "No space left on device")
+
+            kernel.SharedMemory.create = nothing  # type: ignore[assignment, method-assign]
+            _connect.host = lambda: "one host"
+            meshplan.shutdown()
+            with meshplan.installed():
+                d.full_tensor()
+            messages.append(meshplan.report().entries[-1]["why"])
             step = make_step((4,))
             messages.append(
                 refusal(
@@ -147,5 +166,7 @@ class TestRefusedForms(TestCase):
 MP701: (P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=2): path one_shot was requested and exchange would run: 2 axes in one reduction, in one order for all siblings, hierarchical, 2 ranks per block, cheapest for 4194304 elements; not through shared memory: near ranks reduce first; pass another path, or strict=False
 MP701: (P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=2): path one_shot was requested and exchange would run: 2 axes in one reduction, in one order for all siblings; not through shared memory: its ranks are on several hosts, or in containers that cannot see each other; pass another path, or strict=False
 2 axes in one reduction, in one order for all siblings; not through shared memory: its ranks are on several hosts, or in containers that cannot see each other
+2 axes in one reduction, in one order for all siblings; not through shared memory: its ranks are on several hosts, or in containers that cannot see each other; one all-gather costs less than an exchange of this size
+2 axes in one reduction, in one order for all siblings; not through shared memory: rank 0: no shared memory: [Errno 28] No space left on device; one all-gather costs less than an exchange of this size
 MP701: all_reduce: path one_shot was requested and exchange would run: a test; not through shared memory: the group has none; pass another path, or strict=False""",
         )
