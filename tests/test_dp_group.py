@@ -148,8 +148,9 @@ def test_ranks_have_the_bits_of_one_process() -> None:
 def test_error_of_one_rank_is_raised_on_all() -> None:
     zero, one, two = run_ranks(failures, 3)
     assert zero == two
+    own = [mine for mine, theirs in zip(one, zero, strict=True) if mine != theirs]
     messages = re.sub(
-        r"(\(sha256\)): \w+ on rank 0, \w+", r"\1: ... on rank 0, ...", "\n".join([*zero, "", *one])
+        r"(\(sha256\)): \w+ on rank 0, \w+", r"\1: ... on rank 0, ...", "\n".join([*zero, "", *own])
     )
     assert_expected_inline(
         messages,
@@ -168,15 +169,7 @@ SignatureMismatchError MP703: ranks differ in the number of threads: 1 on rank 0
 
 ArithmeticError the third expert is missing
 ContractError MP411: op='max' of gradients; pass 'sum' or 'avg'
-SignatureMismatchError MP703: ranks differ in the reduction: avg/leaves/v1/tree/wide/once on rank 0, sum/leaves/v1/tree/wide/once on rank 1; no sample was run: pass the same model and arguments, and enter deterministic_controls(), on every rank
-SignatureMismatchError MP703: ranks differ in samples_per_leaf: 1 on rank 0, 2 on rank 1; no sample was run: pass the same model and arguments, and enter deterministic_controls(), on every rank
-SignatureMismatchError MP703: ranks differ in seed: 0 on rank 0, 1 on rank 1; no sample was run: pass the same model and arguments, and enter deterministic_controls(), on every rank
-ContractError MP411: the global batch has no samples; pass at least one
-ContractError MP411: the first dim of every tensor of a batch counts the samples, got shapes (6, 7), (5, 3); pass e.g. inputs of (8, 3) and targets of (8,)
-SignatureMismatchError MP703: ranks differ in the model (sha256): ... on rank 0, ... on rank 1; no sample was run: pass the same model and arguments, and enter deterministic_controls(), on every rank
-SignatureMismatchError MP703: ranks differ in the model (sha256): ... on rank 0, ... on rank 1; no sample was run: pass the same model and arguments, and enter deterministic_controls(), on every rank
-SignatureMismatchError MP703: ranks differ in the model (sha256): ... on rank 0, ... on rank 1; no sample was run: pass the same model and arguments, and enter deterministic_controls(), on every rank
-SignatureMismatchError MP703: ranks differ in the number of threads: 1 on rank 0, 2 on rank 1; no sample was run: pass the same model and arguments, and enter deterministic_controls(), on every rank""",
+ContractError MP411: the first dim of every tensor of a batch counts the samples, got shapes (6, 7), (5, 3); pass e.g. inputs of (8, 3) and targets of (8,)""",
     )
 
 
