@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -46,10 +47,10 @@ def text_of(run: Callable[[], Any]) -> str:
     return attempt(run)[1]
 
 
-def leave_alone(rank: int) -> bool:
+def leave_alone(rank: int, done: str = "done") -> bool:
     """Rank 1 does not come, until rank 0 is done."""
     if rank == 1:
-        wait_for("done", 1)
+        wait_for(done, 1)
     return rank == 1
 
 
@@ -88,42 +89,41 @@ def test_a_collective_that_ends_with_a_slice_of_the_wait_has_not_failed(
         _wire.wait_for_group(EndingWork("its own error"), group)
 
 
-def abort_waiting(path: str, first: bool, is_async: bool, rank: int) -> list[str]:
+def abort_waiting(path: str, rank: int) -> list[list[str]]:
     """Rank 1 does not come; another thread of rank 0 aborts the group."""
-    group = new_group(path)
-    if not first:
-        reduce(group)
-    if leave_alone(rank):
-        return []
-    timer = threading.Timer(1.0, group.abort)
-    timer.start()
-    if is_async:
-        works = [start_all_reduce(torch.ones(5), group=group) for _ in range(3)]
-        found = [text_of(work.wait) for work in works]
-    else:
-        found = [text_of(lambda: reduce(group))]
-    # The call after the failure, and the end.
-    found.append(text_of(lambda: reduce(group)))
-    timer.join()
-    group.shutdown()
-    arrive("done")
+    found = []
+    for first, is_async in itertools.product((True, False), repeat=2):
+        done = f"done {first} {is_async}"
+        group = new_group(path)
+        if not first:
+            reduce(group)
+        if leave_alone(rank, done):
+            continue
+        timer = threading.Timer(1.0, group.abort)
+        timer.start()
+        if is_async:
+            works = [start_all_reduce(torch.ones(5), group=group) for _ in range(3)]
+            texts = [text_of(work.wait) for work in works]
+        else:
+            texts = [text_of(partial(reduce, group))]
+        # The call after the failure, and the end.
+        found.append([*texts, text_of(partial(reduce, group))])
+        timer.join()
+        group.shutdown()
+        arrive(done)
     return found
 
 
 @PATHS
-@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
-@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
-def test_abort_ends_the_reduction_under_way_and_those_behind_it(
-    path: str, first: bool, is_async: bool
-) -> None:
-    found, _ = run_ranks(partial(abort_waiting, path, first, is_async), 2, backend="meshplan")
-    assert len(found) == (4 if is_async else 2)
-    under_way, *others = found
-    assert under_way.startswith("MP503: group ")
-    assert "of 2 ranks was aborted while it waited for " in under_way
-    for one in others:
-        assert one.startswith("MP503: group ")
-        assert "of 2 ranks was aborted; destroy it" in one
+def test_abort_ends_the_reduction_under_way_and_those_behind_it(path: str) -> None:
+    found, _ = run_ranks(partial(abort_waiting, path), 2, backend="meshplan")
+    assert [len(texts) for texts in found] == [4, 2, 4, 2]
+    for under_way, *others in found:
+        assert under_way.startswith("MP503: group ")
+        assert "of 2 ranks was aborted while it waited for " in under_way
+        for one in others:
+            assert one.startswith("MP503: group ")
+            assert "of 2 ranks was aborted; destroy it" in one
 
 
 def wait_for_data(rank: int) -> list[str]:
@@ -161,32 +161,36 @@ def test_abort_ends_waits_for_data() -> None:
         assert message.startswith("MP503: a group was aborted while it waited for ranks of group ")
 
 
-def shorten(path: str, by_torch: bool, rank: int) -> list[str]:
-    """The timeout of a group that has reduced before."""
+def by_method(limit: timedelta, group: MeshplanProcessGroup) -> None:
+    group.set_timeout(limit)
+
+
+def shorten(path: str, rank: int) -> list[str]:
+    """The timeout of groups that have reduced before."""
     _missing._SECONDS = 1.0
-    group = new_group(path)
-    for _ in range(3):
+    found = []
+    # By the function as torchtitan does after its first step.
+    for set_limit in (set_timeout, by_method):
+        group, done = new_group(path), f"done {set_limit.__name__}"
+        for _ in range(3):
+            reduce(group)
+        set_limit(timedelta(seconds=2), group)
         reduce(group)
-    if by_torch:
-        # As torchtitan does after its first step.
-        set_timeout(timedelta(seconds=2), group)
-    else:
-        group.set_timeout(timedelta(seconds=2))
-    reduce(group)
-    if leave_alone(rank):
-        return []
-    found = [text_of(lambda: reduce(group))]
-    group.shutdown()
-    arrive("done")
+        if leave_alone(rank, done):
+            continue
+        found.append(text_of(partial(reduce, group)))
+        group.shutdown()
+        arrive(done)
     return found
 
 
 @PATHS
-@pytest.mark.parametrize("by_torch", [True, False], ids=["function", "method"])
-def test_set_timeout_reaches_later_reductions(path: str, by_torch: bool) -> None:
-    (found,), _ = run_ranks(partial(shorten, path, by_torch), 2, backend="meshplan")
-    assert "rank 1" in found
-    assert found[:5] in ("MP504", "MP702")
+def test_set_timeout_reaches_later_reductions(path: str) -> None:
+    found, _ = run_ranks(partial(shorten, path), 2, backend="meshplan")
+    assert len(found) == 2
+    for text in found:
+        assert "rank 1" in text
+        assert text[:5] in ("MP504", "MP702")
 
 
 def shut_down_behind_failure(path: str, rank: int) -> list[str]:
