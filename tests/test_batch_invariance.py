@@ -19,8 +19,8 @@ pytestmark = pytest.mark.processes
 
 RANKS = 4
 HIDDEN = 16384
-TRIALS = 10
-BATCHES = (*range(1, 9), 13, 16, 25, 32, 49, 50)
+TRIALS = 3
+BATCHES = (*range(1, 9), 13, 32, 49)
 
 
 def row(rank: int, number: int, dtype: torch.dtype) -> Tensor:
@@ -44,14 +44,15 @@ def first_rows(rank: int, path: str, dtype: torch.dtype) -> tuple[int, int]:
     return len(same), len(varying)
 
 
-@pytest.mark.parametrize("path", ["reference", "one_shot", "two_shot", "exchange"])
-def test_row_has_the_same_bits_in_every_batch(path: str) -> None:
+def test_row_has_the_same_bits_in_every_batch() -> None:
     """The order depends neither on the rank that owns an element nor on the calling rank."""
+    paths = ("reference", "one_shot", "two_shot", "exchange")
 
-    def ranks(rank: int) -> list[tuple[int, int]]:
-        return [first_rows(rank, path, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    def ranks(rank: int) -> dict[str, list[tuple[int, int]]]:
+        dtypes = (torch.bfloat16, torch.float32)
+        return {path: [first_rows(rank, path, dtype) for dtype in dtypes] for path in paths}
 
-    assert run_ranks(ranks, RANKS) == [[(1, 1)] * 2] * RANKS
+    assert run_ranks(ranks, RANKS) == [dict.fromkeys(paths, [(1, 1)] * 2)] * RANKS
 
 
 def test_backend_bits_depend_on_the_batch() -> None:

@@ -162,14 +162,6 @@ def digests(*values: int) -> torch.Tensor:
     return torch.tensor([[[7, value]] for value in values])
 
 
-def test_positions_are_coordinates_and_not_ranks() -> None:
-    shuffled = Layout.of((3, 1, 2, 5, 4, 0), a=2, b=3)
-    for layout in (SMALL, shuffled):
-        assert group_positions(layout, (1,)).tolist() == [[0, 1, 2], [3, 4, 5]]
-        assert group_positions(layout, (0,)).tolist() == [[0, 3], [1, 4], [2, 5]]
-        assert group_positions(layout, (0, 1)).tolist() == [[0, 1, 2, 3, 4, 5]]
-
-
 def test_groups_that_differ_are_found_by_row() -> None:
     rows = torch.cat(
         [digests(1, 1, 1, 2, 2, 2), digests(1, 1, 1, 1, 1, 1), digests(1, 2, 3, 1, 2, 0)], 1
@@ -209,8 +201,3 @@ def test_reference_is_of_the_largest_class_then_lowest_coordinate() -> None:
     assert classes(5, 1, 1, 2, 2, 2) == ((3, 4, 5), (1, 2), (0,))
     assert classes(2, 2, 1, 1, 0, 0) == ((0, 1), (2, 3), (4, 5))
     assert classes(6, 5, 4, 3, 2, 1) == ((0,), (1,), (2,), (3,), (4,), (5,))
-
-
-def test_ranks_outside_the_group_do_not_count() -> None:
-    found = split_by_digest(SMALL, (1, 4), digests(8, 1, 7, 6, 2, 5)[:, 0], (0,))
-    assert found == (((1,), (4,)), (0,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -89,10 +90,8 @@ def square() -> DeviceMesh:
 LENT = " (the main thread's, which waits for this thread)"
 
 
-@pytest.mark.parametrize("path", ["auto", "exchange"])
-@pytest.mark.parametrize("first", ["main", "thread", "prepare"])
-def test_joined_thread_uses_the_groups_of_the_main_thread(first: str, path: str) -> None:
-    def rank_of(rank: int) -> Any:
+def test_joined_thread_uses_the_groups_of_the_main_thread() -> None:
+    def case(first: str, path: str) -> Any:
         mesh = square()
         with meshplan.installed(path=path, timeout=60.0):
             if first == "prepare":
@@ -101,14 +100,16 @@ def test_joined_thread_uses_the_groups_of_the_main_thread(first: str, path: str)
             created = registry()._table.created()
             threads = [groups_of(lambda: in_thread(lambda: reduce_all(mesh))) for _ in range(2)]
             main_again = groups_of(lambda: reduce_all(mesh))
-            assert registry()._table.created() == created
+            assert registry()._table.created() == created, (first, path)
+        meshplan.shutdown()
         assert main is None or main == main_again
-        assert threads[0] == threads[1]
-        return threads[0], main_again
+        return *threads, main_again
 
-    for thread, main in run_ranks(rank_of, 4):
-        assert thread == [group + LENT for group in main]
-        assert [group.split()[0] for group in main] == ["default", "axis", "axis"]
+    cases = list(itertools.product(("main", "thread", "prepare"), ("auto", "exchange")))
+    for found in run_ranks(lambda _: [case(*one) for one in cases], 4):
+        for one, (thread, again, main) in zip(cases, found, strict=True):
+            assert thread == again == [group + LENT for group in main], one
+            assert [group.split()[0] for group in main] == ["default", "axis", "axis"], one
 
 
 def test_flattened_mesh_of_the_user_is_usable_in_a_thread() -> None:

@@ -275,26 +275,33 @@ MISTAKES: dict[str, Callable[[Door, Member, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("warm", "ending"),
-    [(False, "shutdown"), (True, "group"), full(True, "shutdown"), full(False, "group")],
+WRONG_CALLS = (
+    ("seam", "average of integers"),
+    ("seam", "no elements"),
+    ("functions", "average of integers"),
+    ("functions", "no elements"),
+    ("functions", "no tensor"),
+    ("functions", "elements that share memory"),
+    ("backend", "elements that share memory"),
+    ("backend", "no elements"),
+    ("backend", "two tensors"),
 )
+# Whether it is a later call of its group, and what makes reductions work again.
+HOW = ((False, "shutdown"), (True, "group"), (True, "shutdown"), (False, "group"))
+
+
 @pytest.mark.parametrize(
-    ("door", "mistake"),
+    ("door", "mistake", "warm", "ending"),
+    # In the quick run, first and later calls in turn.
     [
-        ("seam", "average of integers"),
-        ("functions", "average of integers"),
-        full("functions", "elements that share memory"),
-        ("functions", "no tensor"),
-        *(("seam", "no elements"), ("functions", "no elements"), ("backend", "no elements")),
-        ("backend", "elements that share memory"),
-        ("backend", "two tensors"),
+        (*call, *how) if number % 2 == place else full(*call, *how)
+        for number, call in enumerate(WRONG_CALLS)
+        for place, how in enumerate(HOW)
     ],
 )
 def test_call_that_fails_on_one_rank_is_paired_with_no_other(
     door: str, mistake: str, warm: bool, ending: str
 ) -> None:
-    """As the first call of its group, or as a later one. ``ending``: what makes reductions work."""
     through, world_size = Door(door, topology=Topology.unknown(2)), 2
     calls = (1, 2, 3, 4)
 

@@ -22,6 +22,7 @@ from meshplan.run._hazards import describe_hazards
 from meshplan.run._observation import observe
 from meshplan.testing import nccl_model
 from meshplan.topology._locate import Gpu, RankLocation
+from tests.marks import full
 from tests.processes import run_ranks
 
 FSDP = "train.py:9 main (backward, FSDP2)"
@@ -188,8 +189,10 @@ def train(rank: int, per_host: int, fsdp: bool) -> Any:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("per_host", "codes"), [(2, {"MP101"}), (3, set())])
-@pytest.mark.parametrize("fsdp", [False, True])
+@pytest.mark.parametrize(
+    ("per_host", "codes", "fsdp"),
+    [(2, {"MP101"}, False), (2, {"MP101"}, True), (3, set(), True), full(3, set(), False)],
+)
 def test_jobs_on_modelled_hosts(
     per_host: int, codes: set[str], fsdp: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
