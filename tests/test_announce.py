@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._debug_mode import DebugMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import meshplan
 from meshplan.backend import _group
@@ -26,7 +26,7 @@ from meshplan.dtensor import _partial
 from meshplan.errors import ContractTypeError
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from tests.processes import run_ranks
-from tests.traffic import Issued
+from tests.traffic import Issued, Operators
 
 pytestmark = pytest.mark.processes
 P, R, S = Partial(), Replicate(), Shard
@@ -137,22 +137,11 @@ def test_counter_on_one_rank_changes_nothing_on_others() -> None:
 
 
 def test_other_modes_see_the_collectives_issued() -> None:
-    class Names(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: list[str] = []
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            self.names.append(func._schema.name)
-            return func(*args, **(kwargs or {}))
-
     def ranks(rank: int) -> tuple[list[str], int, int, bool]:
         def call() -> None:
             meshplan.deterministic_all_reduce(torch.ones(4), path="exchange")
 
-        with CommDebugMode() as counts, Issued() as issued, Names() as outer:
+        with CommDebugMode() as counts, Issued() as issued, Operators() as outer:
             before = _get_current_dispatch_mode_stack()
             call()
             # A call that raises is not counted, and leaves the modes as they were.

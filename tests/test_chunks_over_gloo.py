@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshplan.collectives import deterministic_all_gather
 from meshplan.contract import Contract
@@ -30,7 +29,7 @@ from tests.inputs import draw_leaves
 from tests.marks import full
 from tests.processes import patience, run_ranks, shorten
 from tests.test_collectives import groups_of, run, shard, step
-from tests.traffic import count_sent
+from tests.traffic import Operators, count_sent
 
 pytestmark = pytest.mark.processes
 
@@ -121,18 +120,6 @@ def test_pieces_arrive_in_the_memory_of_the_result(monkeypatch: pytest.MonkeyPat
 
     # In each chunk a leaf and a partial, and a result on each level.
     assert run_ranks(ranks, 4) == [(4 * 8, 0)] * 4
-
-
-class Operators(TorchDispatchMode):
-    """Notes the operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
 
 
 def test_gathers_over_gloo_have_short_names() -> None:

@@ -21,6 +21,18 @@ from meshplan.planner._halving import Halving, HalvingMessage
 _COUNTED = CommDebugMode().comm_registry | c10d_collective_ops
 
 
+class Operators(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
 class Issued(TorchDispatchMode):
     """Counts the collectives issued, of which torch's own ``CommDebugMode`` sees reductions as one."""
 

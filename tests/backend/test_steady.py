@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshplan
 import meshplan.backend
@@ -21,6 +20,7 @@ from meshplan.collectives._options import read_options
 from meshplan.execute import BoundReduction
 from tests.backend.test_reductions import CONTRACTS, OPS, RANKS, bits, cases, expected, summand
 from tests.processes import run_ranks
+from tests.traffic import Operators
 
 pytestmark = pytest.mark.processes
 
@@ -120,18 +120,6 @@ def test_error_of_a_steady_reduction_names_the_difference_and_the_next_call_reco
     assert found == [["MP703", True, [3.0] * 3, [3.0] * 3, [3.0] * 3]] * 2
 
 
-class Operators(TorchDispatchMode):
-    """Notes the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
 def watch(_: int) -> list[Any]:
     x = torch.ones(5)
     for _ in range(2):
@@ -142,7 +130,7 @@ def watch(_: int) -> list[Any]:
         dist.all_reduce(x)
     names = {event.name for event in profile.events()}
     return [
-        any("meshplan.peer_reduce" in name for name in seen.names),
+        any("meshplan::peer_reduce" in name for name in seen.names),
         any(name.startswith("meshplan::all_reduce") for name in names),
         x.tolist() == [16.0] * 5,
     ]
