@@ -37,6 +37,7 @@ from meshplan.planner._simulation import (
 from meshplan.testing import bits
 from meshplan.testing.nccl_model import _Algebra
 from meshplan.topology import Topology
+from tests.marks import full
 from tests.refusals import refusal
 
 FSDP_FIRST, DDP_FIRST = (("fsdp",), ("ddp",)), (("ddp",), ("fsdp",))
@@ -58,8 +59,15 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("row", TABLE)
+# The mesh of most ranks takes longest.
+@pytest.mark.parametrize(
+    ("row", "dtype"),
+    [
+        full(row, dtype) if (row[1], dtype) == (72, torch.bfloat16) else (row, dtype)
+        for row in TABLE
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+)
 def test_published_table_is_reproduced(
     row: tuple[tuple[int, int], int, *tuple[tuple[int, int], ...]], dtype: torch.dtype
 ) -> None:
@@ -185,7 +193,7 @@ def test_vectorized_simulation_matches_scalars(random: Random) -> None:
         else:
             steps.append((axis,))
     dtype = random.choice((torch.float32, torch.bfloat16, torch.float16, torch.float64))
-    numel, seed = random.randint(1, 40), random.randint(0, 3)
+    numel, seed = random.randint(1, 16), random.randint(0, 3)
     layout = Layout(tuple(sizes), ranks=tuple(ranks))
     alone = [i for i, text in enumerate(src) if text != "R" and i not in reduced]
     for algorithm in ALGORITHMS:
