@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,6 +59,21 @@ def why_of(step: Step, tensor: Tensor, strict: bool = False) -> str:
     return choose(PathRequest(step, StepGroups(world()), tensor, "auto", **how)).why
 
 
+@cache
+def known_sums(ranks: int) -> list[tuple[Any, Contract, list[Tensor], Tensor]]:
+    """Operations with their summands and sums, which ranks inherit."""
+    found = []
+    for dtype, op, numel in (
+        (torch.float32, "sum", 40_000),
+        (torch.bfloat16, "sum", 41),
+        (torch.int8, "max", 99),
+    ):
+        how: Any = {"world_size": ranks, "dtype": dtype, "specials": True}
+        leaves = [order_sensitive(numel, rank=r, **how) for r in range(ranks)]
+        found += [(op, one, leaves, reduce_leaves(leaves, op, (ranks,), one)) for one in CONTRACTS]
+    return found
+
+
 def reduce_everywhere(near: int, rank: int) -> list[list[bool]]:
     """Compare ``auto`` over slow and over fast links, and ``strict``, with the contract; returns
     whether hosts reduced first, for each call.
@@ -67,19 +82,14 @@ def reduce_everywhere(near: int, rank: int) -> list[list[bool]]:
     for speed, strict in ((SLOW, False), (FAST, False), (SLOW, True)):
         HOSTS[world()] = timed_hosts(near, speed)
         found.append(list[bool]())
-        for (dtype, op, numel), contract, scatter in itertools.product(
-            ((torch.float32, "sum", 40_000), (torch.bfloat16, "sum", 41), (torch.int8, "max", 99)),
-            CONTRACTS,
-            ((), ((0, 0),)),
+        for (op, contract, leaves, whole), scatter in itertools.product(
+            known_sums(ranks), ((), ((0, 0),))
         ):
             kind = "reduce_scatter" if scatter else "all_reduce"
             step = make_step((ranks,), kind=kind, op=op, contract=contract, scatter=scatter)
-            how: Any = {"world_size": ranks, "dtype": dtype, "specials": True}
-            leaves = [order_sensitive(numel, rank=r, **how) for r in range(ranks)]
             found[-1].append(FIRST in why_of(step, leaves[rank], strict))
             options: Any = {"purpose": PURPOSE, "path": "auto", "strict": strict}
             reduced = run_reduction(leaves[rank], step, groups, **options)
-            whole = reduce_leaves(leaves, op, (ranks,), contract)
             assert_bitwise_equal(reduced, select_shard(whole, step, rank).contiguous())
     return found
 
@@ -88,6 +98,7 @@ def reduce_everywhere(near: int, rank: int) -> list[list[bool]]:
     ("ranks", "near", "first"), [(4, 2, True), full(6, 2, True), full(6, 3, False), (3, 1, False)]
 )
 def test_bits_do_not_depend_on_the_links(ranks: int, near: int, first: bool) -> None:
+    known_sums(ranks)
     found = run_ranks(partial(reduce_everywhere, near), ranks)
     assert all(one == found[0] for one in found)
     slow, fast, strict = map(sum, found[0])
@@ -108,6 +119,7 @@ def reduce_in_rounds(rank: int) -> list[list[bool]]:
 
 
 def test_large_groups_reduce_on_hosts_first() -> None:
+    known_sums(4)
     found = run_ranks(reduce_in_rounds, 4)
     assert any(found[0][0])
     dist.init_process_group("fake", rank=0, world_size=64, store=FakeStore())
