@@ -144,6 +144,21 @@ class Case:
         return sent
 
 
+def test_jagged_mesh_replicas_have_equal_bits() -> None:
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 3, 1), mesh_dim_names=("ddp", "fsdp", "tp"))
+        with meshplan.installed(path="exchange"):
+            for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64):
+                assert Case(mesh, (P, P, R), (R, R, R), (7, 5), dtype).check() == EXCHANGE
+            for src in ((P, R, R), (R, P, R), (R, R, P), (P, R, P), (P, P, P)):
+                sent = Case(mesh, src, (R, R, R), (7, 5)).check()
+                assert sent == ({} if src == (R, R, P) else EXCHANGE)
+            found = Case(mesh, (P, P, R), (R, R, R), (64,)).source().full_tensor()
+            assert_replicas_equal(found)
+
+    run_ranks(ranks, 6)
+
+
 def test_installed_contract_path_and_operation_are_used() -> None:
     def ranks(rank: int) -> list[dict[str, int]]:
         mesh = DeviceMesh("cpu", [[0, 3, 1], [5, 2, 4]], mesh_dim_names=("a", "b"))

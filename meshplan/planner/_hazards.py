@@ -662,6 +662,8 @@ def _add_examples(hazard: Hazard, siblings: Siblings, mixed: Integers) -> Hazard
     numbers = siblings.associations(algorithm, mixed)
     differ = (numbers != numbers[:, :1]).any(axis=1)
     mixed, numbers = mixed[differ], numbers[differ]
+    # The first example is the group that is easiest to read, the second one of its siblings in
+    # another order.
     first = siblings.smallest(mixed.flatten())
     row = int((mixed == first).any(axis=1).argmax())
     other = numbers[row] != numbers[row][mixed[row] == first]

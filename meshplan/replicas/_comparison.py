@@ -249,6 +249,8 @@ class ReplicaChannel:
 def check_lists(channel: ReplicaChannel, gathered: Tensor, lines: Sequence[str]) -> None:
     layout = channel.layout
     words = [tuple(row) for row in gathered.tolist()]
+    # Every rank computes the following from the same words, so all take the same branches and join
+    # the same broadcasts.
     counts = Counter(words)
     if len(counts) == 1:
         return
@@ -562,7 +564,7 @@ def compare_sets(
     ``notes`` travel in the rows of the first message that the sets leave free.
     """
     # One message of a fixed shape, whatever the tensors are: ranks with other lists must still be
-    # able to exchange it.
+    # able to exchange it. Sets beyond the seventh are sent only once the lists agree.
     layout, totals = channel.layout, digest_table([one.digests for one in sets])
     first = torch.zeros((1 + ROWS, 2), dtype=torch.int64, device="cpu")
     first[0] = torch.tensor(hash_words("\n".join(lines)), device="cpu")
@@ -581,6 +583,7 @@ def compare_sets(
     for number, one in enumerate(sets):
         positions = group_positions(layout, one.axes)
         if find_differing_groups(gathered[:, number : number + 1], positions):
+            # All ranks have read the same digests, so all gather those of the same tensors.
             wanted = max(_LISTED, options.details) - len(found)
             wanted = wanted if options.repair is None else sys.maxsize
             differing, candidates = _find_candidates(channel, one, positions, wanted)

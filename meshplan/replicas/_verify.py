@@ -378,9 +378,10 @@ class ReplicaCheck:
 #
 # The ranks of the call are its scope: all ranks of the mesh that the caller passed, or of the job.
 # They start with one message and end with another, so that all of them raise an error where one
-# slice of a mesh differs. Between these each mesh is compared by its own ranks. The start message
-# has a hash of this rank's coordinates along the declared axes, as ranks of equal ones hold the
-# same parameters, and of each mesh, so that no rank waits there for one without tensors.
+# slice of a mesh differs. Between these each mesh is compared by its own ranks, in one order on
+# all. The start message has a hash of this rank's coordinates along the declared axes, as ranks of
+# equal ones hold the same parameters, and of each mesh, so that no rank waits there for one without
+# tensors.
 
 # Rows of the start message: the coordinates, and meshes. One row is left for plain tensors.
 _NOTES = 6

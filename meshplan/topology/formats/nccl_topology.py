@@ -87,6 +87,7 @@ def parse(text: str) -> list[Element]:
             inside.append(inside[-1])
 
     def refuse(*_: object) -> None:
+        # Without a document type no entity can be declared: expat refuses their uses.
         raise TopologyInputError(
             "refused: a DTD is never read; remove the <!DOCTYPE ...> from the file",
             line=above + parser.CurrentLineNumber,
