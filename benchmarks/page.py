@@ -127,26 +127,21 @@ def _bars(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _paths(cases: list[Case]) -> Iterator[str]:
-    """Of float32: times, bytes and CPU time beside what a host's link must carry."""
-    yield "All hosts share the cores of one machine. The limit is what a host's link must carry.\n"
-    yield (
-        "| Gb/s | hosts x ranks | KiB | limit: MiB, ms | MiB out: gloo, auto | ms: gloo, auto "
-        "| auto / limit | CPU ms: gloo, auto |"
-    )
-    yield "|---|---|---|---|---|---|---|---|"
-    rows: dict[tuple[object, ...], list[Case]] = {}
+    """Of float32: times, bytes and CPU time of each job, by size."""
+    yield "All hosts share the cores of one machine. The limit is what a host's link must carry."
+    tables: dict[str, dict[str, dict[int, str]]] = {}
     for case in cases:
-        if case.parameters.get("dtype") == "float32":
-            key = tuple(case.parameters[name] for name in ("rate", "hosts", "world_size", "bytes"))
-            rows.setdefault(key, []).append(case)
-    for (rate, hosts, ranks, size), (times, sent, cpu) in rows.items():
-        limit, out, taken, used = (
-            ", ".join(f"{float(f'{one.runs[way].median:.3g}'):g}" for one, way in pairs)
-            for pairs in (
-                ((sent, "limit"), (times, "limit")),
-                *(((one, "gloo"), (one, "auto")) for one in (sent, times, cpu)),
-            )
-        )
-        where = f"{rate // 1000} | {hosts} x {ranks // hosts} | {size >> 10}"
-        share = f"{times.ratio('auto', 'limit'):.3g}"
-        yield f"| {where} | {limit} | {out} | {taken} | {share} | {used} |"
+        if (about := case.parameters).get("dtype") == "float32":
+            rate, hosts, size = (int(about[name]) for name in ("rate", "hosts", "bytes"))
+            ways = [way for way in ("gloo", "auto", "limit") if way in case.runs]
+            what = case.name.rpartition(", ")[2].partition(" ")[0].replace("load", "time")
+            row = f"{rate / 1000:g} Gb/s, {hosts} x {case.ranks // hosts}"
+            table = tables.setdefault(f"{what}, {case.unit}: {', '.join(ways)}", {})
+            medians = (float(f"{case.runs[way].median:.3g}") for way in ways)
+            table.setdefault(row, {})[size] = ", ".join(f"{one:g}" for one in medians)
+    for name, table in tables.items():
+        sizes = sorted({size for row in table.values() for size in row})
+        yield f"\n| {name} | {' | '.join(f'{size >> 10} KiB' for size in sizes)} |"
+        yield "|---" * (1 + len(sizes)) + "|"
+        for row, found in table.items():
+            yield f"| {row} | {' | '.join(found[size] for size in sizes)} |"

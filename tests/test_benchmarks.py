@@ -235,4 +235,4 @@ def test_every_suite_runs_in_smoke_mode(tmp_path: Path) -> None:
     page = (tmp_path / "performance.md").read_text()
     assert "Not to be quoted" in page
     (paths,) = (suite for suite in found["benchmarks"] if suite["name"] == "paths")
-    assert ("| 1 | 2 x 2 | 1 |" in page) is (not paths["skipped"])
+    assert ("| 1 Gb/s, 2 x 2 |" in page) is (not paths["skipped"])
