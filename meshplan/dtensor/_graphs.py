@@ -72,17 +72,17 @@ TRACING = _find_tracing_state()
 """Has this thread's ``tracing_context``, at half the cost of ``TracingContext.try_get``."""
 
 
-def is_graph_traced() -> bool:
-    """Whether torch makes a graph on this thread, whose guards can still be added to."""
-    return TracingContext.try_get() is not None
-
-
 def guard_on(module: str, *attributes: str) -> None:
     """Add a guard: the frame that dynamo compiles now is compiled again when a string changes.
     Nothing happens without such a frame (``torch.export`` without dynamo, ``make_fx``), whose
     results have no guards.
     """
-    tx = _frame()
+    translator = frame_translator()
+    try:
+        tx = None if translator is None else translator.current_tx()
+    except AttributeError:
+        # Nothing was ever compiled on this thread.
+        return
     if tx is None or TracingContext.try_get() is None:
         return
     source = getattr(tx, IMPORT_SOURCE)(module)
@@ -101,17 +101,6 @@ def forget_graphs() -> bool:
         "call, and once"
     )
     return True
-
-
-def _frame() -> Any:
-    translator = frame_translator()
-    if translator is None:
-        return None
-    try:
-        return translator.current_tx()
-    except AttributeError:
-        # Nothing was ever compiled on this thread.
-        return None
 
 
 def begin_epoch() -> None:

@@ -102,7 +102,11 @@ class ScatteredShard(ShardHooks):
 
     @never_compiled
     def replicate_to_shard(
-        self, tensor: Tensor, mesh: DeviceMesh, axis: int, shard_index: Any
+        self,
+        tensor: Tensor,
+        mesh: DeviceMesh,
+        axis: int,
+        shard_index: Any,
     ) -> Tensor:
         return _mark(mesh_entry(mesh), axis, tensor)
 
@@ -282,7 +286,9 @@ def follow_world(state: ThreadState, again: bool = False) -> None:
 
 
 def own_steps(
-    executor: FrameType, infos: list[TransformInfo], state: ThreadState
+    executor: FrameType,
+    infos: list[TransformInfo],
+    state: ThreadState,
 ) -> list[TransformInfo]:
     """``infos``, made again in the first call of a thread in which this process may have another
     rank: they are torch's, with the shapes of the rank that it had.

@@ -363,7 +363,9 @@ def policy(choice: PolicyChoice) -> Iterator[None]:
 
 @never_compiled
 def prepare(
-    mesh: DeviceMesh, *axes: Iterable[str | int], timeout: float | None = None
+    mesh: DeviceMesh,
+    *axes: Iterable[str | int],
+    timeout: float | None = None,
 ) -> tuple[Group, ...]:
     """Find or create the groups for reductions over ``mesh`` now instead of in the first step.
 

@@ -66,7 +66,10 @@ MAX_MESHES = 64
 
 
 def reduce_simulated(
-    reduce: Callable[..., Tensor], summand: Tensor, *arguments: Any, **options: Any
+    reduce: Callable[..., Tensor],
+    summand: Tensor,
+    *arguments: Any,
+    **options: Any,
 ) -> Tensor:
     """``reduce(summand, ...)``, where the ranks' summands may have different sizes.
     The members of a group have summands of one shape.
@@ -75,18 +78,13 @@ def reduce_simulated(
     if len({local.shape for local in ranks.values()}) == 1:
         return reduce(summand, *arguments, **options)
     longest = max(local.numel() for local in ranks.values())
-    padded = _join_ranks({rank: _pad(local, longest) for rank, local in ranks.items()})
+    padded = LocalTensor({rank: _pad(local, longest) for rank, local in ranks.items()})
     reduced: dict[int, Tensor] = tensors_of_ranks(reduce(padded, *arguments, **options))
-    return _join_ranks(
-        {
-            rank: reduced[rank].view(-1)[: local.numel()].reshape(local.shape)
-            for rank, local in ranks.items()
-        }
+    shapes = ((rank, local.numel(), local.shape) for rank, local in ranks.items())
+    whole: Tensor = LocalTensor(
+        {rank: reduced[rank].view(-1)[:count].reshape(shape) for rank, count, shape in shapes}
     )
-
-
-def _join_ranks(ranks: dict[int, Tensor]) -> Tensor:
-    return LocalTensor(ranks)
+    return whole
 
 
 def _pad(local: Tensor, length: int) -> Tensor:
@@ -106,7 +104,10 @@ def _wrap_pending(result: torch.Tensor) -> torch.Tensor:
 
 
 def unplanned_calls(
-    mesh: DeviceMesh, layout: Layout, src: Sequence[Placement], dst: Sequence[Placement]
+    mesh: DeviceMesh,
+    layout: Layout,
+    src: Sequence[Placement],
+    dst: Sequence[Placement],
 ) -> list[tuple[GroupCalls, str]]:
     """The counter and the lane of each reduction of a redistribution without a plan."""
     axes: dict[str, list[int]] = {}
@@ -265,25 +266,20 @@ class PlannedPartial(PartialHooks):
         """Find or create the groups of the step. The first use of a group is an agreement round."""
         step, config = self.step, self._config
         wait = config.timeout
+        how: dict[str, Any] = {"token": config.token, "timeout": wait, "call": call}
         with first_use(default_timeout(mesh.device_type) if wait is None else wait):
             if step.inner > 1:
                 # Several inner groups take part in one reduction, so all their members agree first.
-                registry().meet(
-                    mesh,
-                    self._layout,
-                    step.axes,
-                    token=config.token,
-                    timeout=config.timeout,
-                    call=call,
-                )
+                registry().meet(mesh, self._layout, step.axes, **how)
             # Every rank creates groups in one order; otherwise two ranks could wait for each other.
             peers: Sharing = "never"
             if step.path == "exchange" and step.inner == 1:
                 peers = config.sharing(mesh.device_type)
-            groups = [self._find(mesh, step.axes, call, block, peers) for block in self._blocks()]
+            find = partial(registry().get, mesh, self._layout)
+            groups = [find(step.axes, block=one, peers=peers, **how) for one in self._blocks()]
             if step.gather_axes:
                 # Other ranks, who count no calls of this group.
-                groups.append(self._find(mesh, step.gather_axes, 0))
+                groups.append(find(step.gather_axes, **how | {"call": 0}))
         purpose = Purpose(self.asked, step.line(self._layout), self._text(groups))
         found.bound = bound = BoundReduction(
             step,
@@ -329,26 +325,6 @@ class PlannedPartial(PartialHooks):
         roles = [f"{block.kind} " if block else "" for block in self._blocks()]
         roles += ["gathered on "] if self.step.gather_axes else []
         return "; ".join(f"{role}{group}" for role, group in zip(roles, groups, strict=True))
-
-    def _find(
-        self,
-        mesh: DeviceMesh,
-        axes: tuple[int, ...],
-        call: int,
-        block: Block | None = None,
-        peers: Sharing = "never",
-    ) -> Group:
-        config = self._config
-        return registry().get(
-            mesh,
-            self._layout,
-            axes,
-            token=config.token,
-            timeout=config.timeout,
-            block=block,
-            peers=peers,
-            call=call,
-        )
 
     def reduce_shard_value(
         self,

@@ -28,6 +28,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from meshplan._observing import OBSERVING
 from meshplan._torch import (
     SEAM,
+    TracingContext,
     TransformInfo,
     flattened_meshes_of,
     local_tensor_mode,
@@ -37,7 +38,7 @@ from meshplan._torch import (
 )
 from meshplan._uncompiled import never_compiled
 from meshplan.dtensor._config import Config
-from meshplan.dtensor._graphs import TRACING, epoch, guard_on, is_graph_traced
+from meshplan.dtensor._graphs import TRACING, epoch, guard_on
 from meshplan.dtensor._guards import (
     MovedShard,
     ScatteredShard,
@@ -168,10 +169,6 @@ class _Decision:
             and not (self.scatters and local_tensor_mode() is not None)
         )
 
-    def may_move(self, executor: FrameType, device_mesh: DeviceMesh) -> bool:
-        """Whether the moves are those of this rank, and its shards have their lengths."""
-        return self.holds() and not find_other_length(executor, device_mesh, self.moves)
-
     def steps(self, device_mesh: DeviceMesh) -> list[Any]:
         """The steps; torch merges each run, which depends on the meshes flattened by now."""
         steps: list[TransformInfo] = []
@@ -203,7 +200,13 @@ def planned_transform_infos(
         and decision.token is FACTS.token
         and decision.override is _read_override()
         and TRACING.tracing_context is None
-        and (not decision.moves or decision.may_move(sys._getframe(1), device_mesh))
+        and (
+            not decision.moves
+            or (
+                decision.holds()
+                and not find_other_length(sys._getframe(1), device_mesh, decision.moves)
+            )
+        )
     ):
         if decision.runs is None:
             # It depends on the steps alone: equal meshes share a list of torch's.
@@ -276,7 +279,8 @@ def _decide(
         # Another thread has uninstalled since torch looked this function up.
         function: Optimize = getattr(redistribute_module, SEAM)
         return function(infos, device_mesh, src, dst)
-    traced = is_graph_traced()
+    # Whether torch makes a graph on this thread, whose guards can still be added to.
+    traced = TracingContext.try_get() is not None
     if traced:
         _guard_graph()
     state, world = THREAD.state, dist.group.WORLD
@@ -294,7 +298,9 @@ def _decide(
     steps = infos
     if _is_untouched(infos, config):
         COUNTERS.untouched += 1
-        if infos and (any_by_coordinate() or _slices(infos[0])):
+        first = infos[0].src_dst_placements if infos else None
+        # The latter: each rank keeps a part of its own tensor.
+        if first and (any_by_coordinate() or (first[0].is_replicate() and first[1].is_shard())):
             mesh = mesh_entry(device_mesh)
             if mesh.descending:
                 return watch_shards(mesh, infos, config.strict)
@@ -377,19 +383,12 @@ def _is_untouched(infos: list[TransformInfo], config: Config) -> bool:
     return (
         not infos
         or not infos[0].src_dst_placements[0].is_partial()
-        or (config.policy == "fast" and not _scatters_by_list(infos[0]))
+        or (
+            config.policy == "fast"
+            # ``find_route`` checks the algorithm of a reduce-scatter.
+            and not ("NCCL_ALGO" in os.environ and infos[0].src_dst_placements[1].is_shard())
+        )
     )
-
-
-def _scatters_by_list(transform_info: TransformInfo) -> bool:
-    """Whether it is a reduce-scatter and ``NCCL_ALGO`` is set, which ``find_route`` checks."""
-    return transform_info.src_dst_placements[1].is_shard() and "NCCL_ALGO" in os.environ
-
-
-def _slices(transform_info: TransformInfo) -> bool:
-    """Whether each rank keeps a part of its own tensor."""
-    src, dst = transform_info.src_dst_placements
-    return bool(src.is_replicate() and dst.is_shard())
 
 
 # Torch's steps with planned reductions among them, in torch's order or in the plan's.

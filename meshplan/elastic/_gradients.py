@@ -361,7 +361,6 @@ class GradientAccumulator:
         return rows
 
     def _check(self, names: Set[str]) -> None:
-        """Check parameters that get gradients."""
         for name in sorted(names - self._checked):
             _check_parameter(name, self._parameters[name], self._mesh)
         self._checked |= names
@@ -404,7 +403,6 @@ class GradientAccumulator:
 
 
 def _differing_rank(rows: list[tuple[Any, ...]]) -> tuple[int, Any, Any] | None:
-    """The first rank with other numbers than rank 0, its numbers and those of rank 0."""
     return next(((at, row, rows[0]) for at, row in enumerate(rows) if row != rows[0]), None)
 
 

@@ -89,7 +89,11 @@ class GroupFacts:
         return tuple(dict.fromkeys(found))
 
     def _count_peers(
-        self, axes: tuple[int, ...], inner: int = 1, *, across: bool = False
+        self,
+        axes: tuple[int, ...],
+        inner: int = 1,
+        *,
+        across: bool = False,
     ) -> PeerCounts:
         """The peers in a group over ``axes``, in a block of ``inner`` of its ranks, or ``across``
         such blocks."""
@@ -109,7 +113,11 @@ class GroupFacts:
         return math.prod(self.layout.sizes[i] for i in axes)
 
     def find_missing(
-        self, axes: tuple[int, ...], inner: int = 1, *, across: bool = False
+        self,
+        axes: tuple[int, ...],
+        inner: int = 1,
+        *,
+        across: bool = False,
     ) -> tuple[str, ...]:
         """The group in words, if neither torch nor the job has created it."""
         # Torch has a group for each axis and one for the whole job, with sorted ranks. Flattened

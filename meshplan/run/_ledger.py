@@ -181,7 +181,11 @@ class Ledger:
             yield from self.find_wrong_sums(classes, about | {"kind": one.kind}, first["sums"])
 
     def _find_elements(
-        self, one: _TensorSet, first: Message, about: Message, classes: list[list[int]]
+        self,
+        one: _TensorSet,
+        first: Message,
+        about: Message,
+        classes: list[list[int]],
     ) -> Search:
         agreed = one.compared > 1
         asked = [members[0] for members in classes[:ASKED]]

@@ -182,7 +182,13 @@ class Shares:
                     posts += [post] if first or len(post) > 2 else []
 
     def take(
-        self, begun: Begun, unit: int, step: int, *, whole: bool, number: int | None
+        self,
+        begun: Begun,
+        unit: int,
+        step: int,
+        *,
+        whole: bool,
+        number: int | None,
     ) -> Callable[[], Message] | None:
         """What waits for the words that were begun; ``number``: of the certificate's link."""
         posts, reads = begun

@@ -27,7 +27,11 @@ from meshplan.errors import ContractError, ContractTypeError
 
 
 def split_batch(
-    batch: Any, world: int, *, uneven: bool = False, samples_per_leaf: int = 1
+    batch: Any,
+    world: int,
+    *,
+    uneven: bool = False,
+    samples_per_leaf: int = 1,
 ) -> list[Any]:
     """The part of each rank of a global batch: ranges of samples in the order of ranks.
 

@@ -297,7 +297,9 @@ _Function = Callable[[Tensor], Tensor]
 
 
 def compute_policy_ratio(
-    current_logps: Tensor, old_logps: Tensor, mask: Tensor | None = None
+    current_logps: Tensor,
+    old_logps: Tensor,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """``exp(current - old)`` in float32; 0, without a gradient, where the mask is off.
 
@@ -314,7 +316,9 @@ def compute_policy_ratio(
 
 
 def compute_reference_kl(
-    current_logps: Tensor, ref_logps: Tensor, mask: Tensor | None = None
+    current_logps: Tensor,
+    ref_logps: Tensor,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """The k3 estimate of KL(current, reference): ``exp(d) - d - 1`` with d = reference - current.
 
@@ -334,7 +338,10 @@ def compute_reference_kl(
 
 
 def _difference(
-    left: Tensor, right: Tensor, mask: Tensor | None, names: tuple[str, str]
+    left: Tensor,
+    right: Tensor,
+    mask: Tensor | None,
+    names: tuple[str, str],
 ) -> tuple[Tensor, Tensor]:
     """Where tokens are active, and ``left - right`` in float32 there, 0 elsewhere."""
     check_pair(left, right, names)

@@ -97,7 +97,10 @@ def check_pair(first: Tensor, second: Tensor, names: tuple[str, str]) -> None:
 
 
 def check_same_shape(
-    what: str, shape: torch.Size, other: Tensor, other_name: str = "token_ids"
+    what: str,
+    shape: torch.Size,
+    other: Tensor,
+    other_name: str = "token_ids",
 ) -> None:
     if shape != other.shape:
         raise ShardError(
