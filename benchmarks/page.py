@@ -127,16 +127,15 @@ def _bars(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _paths(cases: list[Case]) -> Iterator[str]:
-    """Of float32: times, bytes and CPU time of each job, by size."""
+    """Of float32: times and bytes of each job, by size."""
     yield "All hosts share the cores of one machine. The limit is what a host's link must carry."
     tables: dict[str, dict[str, dict[int, str]]] = {}
     for case in cases:
-        if (about := case.parameters).get("dtype") == "float32":
+        if (about := case.parameters).get("dtype") == "float32" and "limit" in case.runs:
             rate, hosts, size = (int(about[name]) for name in ("rate", "hosts", "bytes"))
-            ways = [way for way in ("gloo", "auto", "limit") if way in case.runs]
-            what = case.name.rpartition(", ")[2].partition(" ")[0].replace("load", "time")
+            ways = ("gloo", "auto", "limit")
             row = f"{rate / 1000:g} Gb/s, {hosts} x {case.ranks // hosts}"
-            table = tables.setdefault(f"{what}, {case.unit}: {', '.join(ways)}", {})
+            table = tables.setdefault(f"{case.unit}: {', '.join(ways)}", {})
             medians = (float(f"{case.runs[way].median:.3g}") for way in ways)
             table.setdefault(row, {})[size] = ", ".join(f"{one:g}" for one in medians)
     for name, table in tables.items():

@@ -143,6 +143,12 @@ def test_fsdp_warns_once_when_it_reduces() -> None:
             with meshplan.installed(strict=True):
                 assert c10d_operators._watch is not None
             assert c10d_operators._watch is None
+            # Until a block requests the contract.
+            with (
+                meshplan.policy("deterministic"),
+                pytest.raises(FallbackRefusedError, match="reduce_scatter avg over gloo"),
+            ):
+                step(sharded(mesh))
         with meshplan.installed(path="native"):
             assert warned(lambda: step(sharded(mesh))) == []
         with meshplan.installed(strict=True):

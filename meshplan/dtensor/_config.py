@@ -28,23 +28,33 @@ PolicyChoice = Policy | Mapping[str, Policy]
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The arguments of ``install``. An invalid one is its PolicyError, ContractError or
-    TopologyError.
+    """The arguments of ``install``, checked.
+
+    Attributes:
+        policy: as for ``install``; of a mapping, its (axis name, policy) pairs.
+        contract, path, strict, timeout, debug, audit: as for ``install``.
+        topology: as for ``install``; ``None`` until it is gathered. Plans are compared by it.
+        worker_thread: for threads other than the main thread, whose groups are their own.
+        token: the values that members of a group must share before they reduce together.
+        key: all values as one string; equal configurations have equal keys.
+
+    Raises:
+        PolicyError: an unknown policy or path, or a timeout or an audit that is not positive.
+        ContractError: ``contract`` is not a ``Contract``.
+        TopologyError: ``topology`` is not a ``Topology``.
     """
 
-    # Of a mapping, its (axis name, policy) pairs.
     policy: Policy | tuple[tuple[str, Policy], ...] = "deterministic"
     contract: Contract = Contract()
     path: PathChoice = "auto"
     strict: bool = False
     timeout: float | None = None
-    topology: Topology | None = None  # until it is gathered; plans are compared by it
+    topology: Topology | None = None
     debug: bool = False
     audit: int | None = None
-    worker_thread: bool = False  # other than the main thread, with groups of its own
-    # The values that members of a group must share before they reduce together.
+    worker_thread: bool = False
     token: Record = field(init=False, repr=False)
-    key: str = field(init=False, repr=False)  # all values: equal configurations have equal keys
+    key: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for policy in [self.policy] if isinstance(self.policy, str) else dict(self.policy).values():
@@ -71,7 +81,14 @@ class Config:
 
     @staticmethod
     def policy_of(choice: PolicyChoice) -> Policy | tuple[tuple[str, Policy], ...]:
-        """The ``policy`` argument of ``install``, made hashable; PolicyError for other types."""
+        """The ``policy`` argument of ``install``, made hashable.
+
+        Args:
+            choice: a policy, or policies by axis name.
+
+        Raises:
+            PolicyError: another type.
+        """
         if not isinstance(choice, str | Mapping):
             raise PolicyError(
                 f"policy={choice!r} is not a policy; pass {', '.join(map(repr, POLICIES))}, or a "
@@ -80,7 +97,12 @@ class Config:
         return tuple(sorted(choice.items())) if isinstance(choice, Mapping) else choice
 
     def policy_over(self, layout: Layout, axes: Iterable[int]) -> Policy:
-        """The policy of a reduction over these axes: the strictest of those of several ranks."""
+        """The policy of a reduction over ``axes``: the strictest of theirs.
+
+        Args:
+            layout: of the mesh.
+            axes: positions; those of size 1 do not count.
+        """
         if isinstance(self.policy, str):
             return self.policy
         named = dict(self.policy)
@@ -94,6 +116,11 @@ class Config:
         return self.path if self.path in ("auto", *CONTRACT_PATHS) else "exchange"
 
     def sharing(self, device_type: str) -> Sharing:
+        """When groups share memory, if their ranks can.
+
+        Args:
+            device_type: of the mesh: ``cpu``, ``cuda``.
+        """
         return sharing_of(self.path, device_type)
 
     def _record(self) -> Record:

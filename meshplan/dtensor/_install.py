@@ -2,7 +2,8 @@
 
 One function of torch is replaced: ``torch.distributed.tensor._redistribute`` looks
 ``_optimize_transform_infos`` up as a module global on every redistribution. One setting keeps
-compiled graphs on disk apart (``_graphs``), and reductions over other groups are watched.
+compiled graphs on disk apart (``_graphs``), and reductions over other groups are watched, unless
+their order was requested.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ def _report(library: str, what: str) -> None:
 
 
 _lock = threading.RLock()
+# Whether a block of ``policy`` was ever entered: it may request the contract on its thread.
+_is_overridden = False
 
 
 @dataclass(eq=False)
@@ -230,8 +233,12 @@ def install(
 
 def _activate(now: Active) -> None:
     activate(now)
+    _watch_libraries(now[0])
+
+
+def _watch_libraries(config: Config) -> None:
     # Policy "fast" requests the backend's order, and pays for no look at its operators.
-    report_libraries(None if now[0].policy == "fast" else _report)
+    report_libraries(None if config.policy == "fast" and not _is_overridden else _report)
 
 
 def _put_in_place(config: Config) -> None:
@@ -345,13 +352,20 @@ def policy(choice: PolicyChoice) -> Iterator[None]:
         PolicyError: an unknown policy.
         InstallError: meshplan is not installed, so there is no policy to change.
     """
+    global _is_overridden
     refuse_in_graph("meshplan.policy")
     config = current_config()
     if config is None:
         raise InstallError(
             "meshplan is not installed, there is no policy to change; call meshplan.install first"
         )
-    token = OVERRIDE.set(replace(config, policy=Config.policy_of(choice)).policy)
+    overridden = replace(config, policy=Config.policy_of(choice)).policy
+    with _lock:
+        if overridden != "fast" and not _is_overridden:
+            _is_overridden = True
+            if (now := active()) is not None:
+                _watch_libraries(now[0])
+    token = OVERRIDE.set(overridden)
     try:
         yield
     finally:

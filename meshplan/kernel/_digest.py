@@ -145,7 +145,8 @@ def _hashes(piece: Tensor) -> Tensor:
     keys = _keys(piece.device)
     hashes = []
     for lane in range(_LANES):
-        # A little-endian int64 holds a pair, the first word in its lower half.
+        # A little-endian int64 holds a pair, the first word in its lower half. The shift extends
+        # the sign, and the mask removes it.
         pairs = (words + keys[lane]).view(torch.int64)
         products = pairs >> 32
         products &= 0xFFFFFFFF

@@ -53,7 +53,9 @@ def loaded_files(name: str) -> list[str]:
 
 
 def find_library(name: str, otherwise: str | None = None) -> str:
-    """The file to load: the loaded one, that of ROCm's package, or a name for the loader."""
+    """The file to load: the loaded one, that of ROCm's package, or a name for the loader.
+    ``LibraryChoiceError`` if several copies are loaded, and not exactly one is of torch's packages.
+    """
     loaded = loaded_files(name)
     if len(loaded) > 1:
         return _of_torch(name, loaded)

@@ -6,8 +6,10 @@ Between ranks that do the same at the same time it takes, by the class of link t
 
     launch + batch + latency + bytes / bandwidth.
 
-``predict_turns`` follows one rank of each kind through all rounds. A collective pays a latency for
-each peer, a batch one: an all-to-all of thousands of ranks is not all under way at once.
+``predict_turns`` follows one rank of each kind through all rounds. Where tensors are sent in
+chunks, the rounds of all chunks under way are one batch, while the blocks exchange other chunks. A
+collective pays a latency for each peer, a batch one: an all-to-all of thousands of ranks is not all
+under way at once.
 """
 
 from __future__ import annotations

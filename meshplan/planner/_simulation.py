@@ -554,8 +554,8 @@ class Prediction:
 
 
 def predict_plan(problem: Problem) -> Prediction:
-    """The cost of meshplan's plan once its groups exist; ``PlacementError`` unless every axis is
-    replicated, or goes from partial to replicated.
+    """The cost of meshplan's plan, under policy ``deterministic``, once its groups exist;
+    ``PlacementError`` unless every axis is replicated, or goes from partial to replicated.
     """
     # Imported here: the linter simulates, and predicts no cost.
     from meshplan.planner._group_facts import find_groups

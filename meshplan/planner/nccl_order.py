@@ -37,7 +37,7 @@ def nodes_of_group(
     node_of_member: Sequence[int],
 ) -> tuple[tuple[int, ...], ...]:
     """Group ranks of every node: nodes by their first group rank, ranks in a node ascending.
-    ``LayoutError`` without members. Source: src/init.cc (node numbering).
+    ``LayoutError`` without members. Source: NCCL's src/init.cc (node numbering).
     """
     if len(node_of_member) == 0:
         raise LayoutError("node_of_member is empty; give one node number per group rank")
@@ -48,8 +48,8 @@ def nodes_of_group(
 def count_heads(ranks_per_node: Sequence[int]) -> int:
     """Heads of a group: the most ranks that one of its nodes has; 1 on a single node.
 
-    Source: src/graph/search.cc: the search starts a channel at each network card. A communicator
-    has at most 64 channels, of which half are for second trees.
+    Source: NCCL's src/graph/search.cc: the search starts a channel at each network card. A
+    communicator has at most 64 channels, of which half are for second trees.
     """
     return min(max(ranks_per_node), _MOST_CHANNELS // 2) if len(ranks_per_node) > 1 else 1
 
@@ -58,7 +58,7 @@ def ring_order(node_of_member: Sequence[int], head: int = 0) -> tuple[int, ...]:
     """Group ranks in ring order, starting at group rank 0: of several nodes each contributes the
     rank at position ``head`` and then the others descending, cyclically; a single one ascends.
 
-    Source: src/graph/search.cc (order tried first on NVSwitch hosts) and src/graph/rings.cc.
+    Source: NCCL's src/graph/search.cc (order tried first on NVSwitch hosts) and src/graph/rings.cc.
     The rings of heads 0 and 1 stand in a log of three H100 hosts.
     """
     return join_rings(nodes_of_group(node_of_member), head)
@@ -80,7 +80,7 @@ def join_rings(nodes: Sequence[Sequence[int]], head: int) -> tuple[int, ...]:
 def ring_sequence(ring: Sequence[int], chunk: int) -> list[int]:
     """The order in which ring chunk ``chunk`` adds: from the position after ``chunk`` round to it,
     each rank its own value on the left of the partial sum that arrives. ``LayoutError`` if there is
-    no such chunk. Source: src/device/all_reduce.h, runRing.
+    no such chunk. Source: NCCL's src/device/all_reduce.h, runRing.
     """
     if not 0 <= chunk < len(ring):
         raise LayoutError(
@@ -103,7 +103,7 @@ def root_tree(ring: Sequence[int], rank: int) -> Tree:
     """Association of a block that must end at group rank ``rank``, once round the ring: its block
     in a reduce-scatter, or a reduce to it. ``LayoutError`` if it is not on the ring.
 
-    Source: src/device/reduce_scatter.h and src/device/reduce.h, runRing.
+    Source: NCCL's src/device/reduce_scatter.h and src/device/reduce.h, runRing.
     """
     if rank not in ring:
         raise LayoutError(f"group rank {rank} is not on the ring {tuple(ring)}")
@@ -115,8 +115,8 @@ def ring_chunks(numel: int, group_size: int, itemsize: int) -> list[tuple[int, i
     that cover ``[0, numel)``. ``LayoutError`` for a number that is negative, or 0 but for
     ``numel``.
 
-    Source: src/device/all_reduce.h, runRing; 2 MiB is half of the default 4 MiB buffer of the
-    Simple protocol.
+    Source: NCCL's src/device/all_reduce.h, runRing; 2 MiB is half of the default 4 MiB buffer of
+    the Simple protocol.
     """
     if numel < 0 or group_size <= 0 or itemsize <= 0:
         raise LayoutError(
@@ -142,7 +142,7 @@ def ring_chunks(numel: int, group_size: int, itemsize: int) -> list[tuple[int, i
 
 def btree_children(num_nodes: int, node: int) -> tuple[int | None, int | None]:
     """Children ``(child0, child1)`` of ``node`` in the first of NCCL's two node trees;
-    ``LayoutError`` if there is no such node. Source: src/graph/trees.cc, ncclGetBtree.
+    ``LayoutError`` if there is no such node. Source: NCCL's src/graph/trees.cc, ncclGetBtree.
     """
     if not 0 <= node < num_nodes:
         raise LayoutError(f"node {node} does not exist among {num_nodes} nodes")
@@ -179,7 +179,7 @@ def tree_tree(
     computes ``((own + down0) + down1) + down2``: first the chain, then child nodes. The first rank
     of a chain receives from child 1, the second (the first if it is alone) from child 0.
 
-    Source: src/graph/connect.cc (balanced tree) and src/device/all_reduce.h.
+    Source: NCCL's src/graph/connect.cc (balanced tree) and src/device/all_reduce.h.
     """
     return node_tree(nodes_of_group(node_of_member), head, second=second)
 

@@ -437,15 +437,15 @@ def _watch(
     extent, report = _observing.current_extent(), _report
     if extent == "counted" or group.size() == 1:
         return reduction()
-    # Without anyone who counts, a reduction is reported only if a library makes it.
-    is_watched = bool(_active) or OBSERVING.before is not None
-    if not is_watched and (report is None or not find_call_site().library):
-        return reduction()
     tensors = list(_flatten(given))
     if not tensors:
         return reduction()
     dtype, op = tensors[0].dtype, _op_name(op)
     any_order = op in _ANY_ORDER or not (dtype.is_floating_point or dtype.is_complex)
+    is_counted = bool(_active) or OBSERVING.before is not None
+    # Else it is at most reported, if a library makes it.
+    if not is_counted and (report is None or any_order or not find_call_site().library):
+        return reduction()
     if OBSERVING.before is not None and not any_order:
         OBSERVING.before(group, tensors[0].device)
     caller = _observing.find_origin()

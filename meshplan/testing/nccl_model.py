@@ -157,7 +157,7 @@ class NcclModelProcessGroup(PythonProcessGroup):
     def allreduce(self, tensors: _List, opts: Any = ReduceOp.SUM) -> Work:  # type: ignore[override]
         """All-reduce each tensor in place, in the configured algorithm's order.
 
-        Source: src/device/all_reduce.h.
+        Source: NCCL's src/device/all_reduce.h.
         """
         for tensor in tensors:
             self._all_reduce(tensor, _Algebra.of(opts, tensor, self.size()), self._nodes())
@@ -175,7 +175,7 @@ class NcclModelProcessGroup(PythonProcessGroup):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
         """Reduce equal blocks of a flat input; the block of rank R starts behind R, ends at R.
 
-        Source: src/device/reduce_scatter.h.
+        Source: NCCL's src/device/reduce_scatter.h.
         """
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
@@ -187,7 +187,7 @@ class NcclModelProcessGroup(PythonProcessGroup):
     def reduce(self, tensors: _List, opts: dist.ReduceOptions) -> Work:  # type: ignore[override]
         """Reduce in place at the root; starts behind the root on the ring.
 
-        Source: src/device/reduce.h.
+        Source: NCCL's src/device/reduce.h.
         """
         for tensor in tensors:
             # Everything goes to the root; the other ranks receive nothing.

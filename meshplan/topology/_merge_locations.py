@@ -1,7 +1,9 @@
 """Merges the locations of all ranks of a job into one cluster.
 
-Nodes are hosts, or cliques of multi-node NVLink as NCCL uses them (NCCL 2.30.7, src/mnnvl.cc and
-src/init.cc). If the links of one rank are unknown, no rank is given a domain.
+A node is what NCCL counts as one: a host, or a clique of multi-node NVLink if every rank of the job
+is in one and NCCL may use it (NCCL 2.30.7, src/mnnvl.cc and src/init.cc). A domain is a set of GPUs
+that links join inside a node, through a switch or from GPU to GPU. If the links of one rank are
+unknown, no rank is given a domain.
 """
 
 from __future__ import annotations
