@@ -89,8 +89,8 @@ SUITE = Suite(
     reasons={
         **dict.fromkeys(
             ("fast / torch", "deterministic / torch"),
-            "of a shard that moves, each call compares the length with that of its spec, as torch "
-            "does not; P -> R over one axis is torch's own collective, where nothing is saved",
+            "each S -> R or S -> S' compares the length of the shard with that of its spec, as "
+            "torch does not",
         )
     },
 )

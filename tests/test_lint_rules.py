@@ -114,11 +114,20 @@ MP402: no rule or error '\\u2028'; meshplan rule --all lists all""",
     )
 
 
-def test_rules_load_without_torch() -> None:
-    ask = (
-        "import sys; from meshplan.lint._rules._rule import RULES, format_rule_page; "
-        "from meshplan.lint._reporters import render; format_rule_page('MP101'); "
-        "print('torch' in sys.modules)"
-    )
+@pytest.mark.parametrize(
+    ("code", "missing"),
+    [
+        (
+            "from meshplan.lint._rules._rule import format_rule_page; "
+            "from meshplan.lint._reporters import ci; format_rule_page('MP101')",
+            ("torch", "urllib.request"),
+        ),
+        ("from meshplan.cli._lint import add_rule", ("meshplan.lint._rules",)),
+        # What `lint --live` finds its ranks by.
+        ("import meshplan.cli._ranks", ("meshplan.collectives",)),
+    ],
+)
+def test_modules_load_without_what_they_do_not_need(code: str, missing: tuple[str, ...]) -> None:
+    ask = f"import sys; {code}; print(any(name in sys.modules for name in {missing}))"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=300)
     assert done.stdout == "False\n", done.stderr

@@ -20,12 +20,6 @@ from meshplan.cli._options import (
     add_verb,
 )
 from meshplan.errors import PolicyError
-from meshplan.lint._rules._rule import (
-    ERRORS,
-    RULES,
-    find_code,
-    format_rule_page,
-)
 
 _LEVELS = ("info", "warning", "error")
 _FORMATS = ("text", "concise", "json", "sarif", "github", "junit")
@@ -199,6 +193,9 @@ def add_rule(verbs: Any) -> None:
 
 def explain_rules(given: argparse.Namespace) -> str:
     """The pages of the codes in Markdown, with ``--all`` a table. As JSON, one object or a list."""
+    # The parsers of all verbs are built before one runs.
+    from meshplan.lint._rules._rule import ERRORS, RULES, find_code, format_rule_page
+
     if bool(given.codes) == given.all:
         raise PolicyError("no code; use, for example, meshplan rule MP101, or --all")
     codes = [*RULES, *ERRORS] if given.all else list(dict.fromkeys(map(find_code, given.codes)))
@@ -220,6 +217,8 @@ def explain_rules(given: argparse.Namespace) -> str:
 
 
 def _describe(code: str) -> dict[str, Any]:
+    from meshplan.lint._rules._rule import ERRORS, RULES
+
     if code in RULES:
         one = RULES[code]
         found = ("rule", one.name, one.severity, one.summary)
