@@ -127,20 +127,19 @@ def _bars(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _paths(cases: list[Case]) -> Iterator[str]:
-    """Of float32: times and bytes of each job, by size."""
-    yield "All hosts share the cores of one machine. The limit is what a host's link must carry."
-    tables: dict[str, dict[str, dict[int, str]]] = {}
+    """Of float32: the times of each job, by size. Bytes and CPU times are in the JSON."""
+    yield "All hosts share the cores of one machine. The limit is what a host's link must carry.\n"
+    ways = ("gloo", "auto", "limit")
+    table: dict[str, dict[int, str]] = {}
     for case in cases:
-        if (about := case.parameters).get("dtype") == "float32" and "limit" in case.runs:
+        about = case.parameters
+        if about.get("dtype") == "float32" and case.unit == "ms" and "limit" in case.runs:
             rate, hosts, size = (int(about[name]) for name in ("rate", "hosts", "bytes"))
-            ways = ("gloo", "auto", "limit")
             row = f"{rate / 1000:g} Gb/s, {hosts} x {case.ranks // hosts}"
-            table = tables.setdefault(f"{case.unit}: {', '.join(ways)}", {})
             medians = (float(f"{case.runs[way].median:.3g}") for way in ways)
             table.setdefault(row, {})[size] = ", ".join(f"{one:g}" for one in medians)
-    for name, table in tables.items():
-        sizes = sorted({size for row in table.values() for size in row})
-        yield f"\n| {name} | {' | '.join(f'{size >> 10} KiB' for size in sizes)} |"
-        yield "|---" * (1 + len(sizes)) + "|"
-        for row, found in table.items():
-            yield f"| {row} | {' | '.join(found[size] for size in sizes)} |"
+    sizes = sorted({size for found in table.values() for size in found})
+    yield f"| ms: {', '.join(ways)} | {' | '.join(f'{size >> 10} KiB' for size in sizes)} |"
+    yield "|---" * (1 + len(sizes)) + "|"
+    for row, found in table.items():
+        yield f"| {row} | {' | '.join(found[size] for size in sizes)} |"
