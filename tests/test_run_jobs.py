@@ -74,6 +74,9 @@ def agrees(run: Run) -> str:
 def test_observed_job_is_unchanged(tmp_path: Path, job: str) -> None:
     ranks, head = CASES[job]
     alone = torchrun(tmp_path, job, ranks)
+    if "terminate called without an active exception" in alone.errors:
+        # Plain torch has aborted when it ended, as it rarely does on a busy machine.
+        alone = torchrun(tmp_path, job, ranks)
     observed = torchrun(tmp_path, job, ranks, "--every", "2", "--probe")
     assert alone.status == 0, alone.errors
     assert len(alone.printed) == ranks
@@ -160,8 +163,8 @@ def test_rank_that_is_blocked_ends_with_the_others(tmp_path: Path) -> None:
 
 
 def test_operator_of_torch_s_list_names_code_and_fix(tmp_path: Path) -> None:
-    (tmp_path / "operator.py").write_text(UNEVEN)
-    run = torchrun(tmp_path, "operator.py", 2, "--require", "bitwise")
+    (tmp_path / "put.py").write_text(UNEVEN)
+    run = torchrun(tmp_path, "put.py", 2, "--require", "bitwise")
     assert run.status == 1
     for rank in (0, 1):
         found = [line for line in run.errors.splitlines() if line.startswith(f"[rank{rank}]: ")]
