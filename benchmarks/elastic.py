@@ -161,7 +161,7 @@ SUITE = Suite(
     __doc__ or "",
     cases,
     lambda smoke: 2 if smoke else len(JOBS) + len(MEMORY_ROUNDS),
-    reasons={"elastic / FSDP2": "on AMD, beside another job; 1.02 to 1.04 on Intel"},
+    reasons={"elastic / FSDP2": "on AMD, with another job running; 1.02 to 1.04 on Intel"},
 )
 
 if __name__ == "__main__":

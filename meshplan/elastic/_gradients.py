@@ -403,6 +403,7 @@ class GradientAccumulator:
 
 
 def _differing_rank(rows: list[tuple[Any, ...]]) -> tuple[int, Any, Any] | None:
+    """The first rank with other numbers than rank 0, its numbers and those of rank 0."""
     return next(((at, row, rows[0]) for at, row in enumerate(rows) if row != rows[0]), None)
 
 
