@@ -233,12 +233,8 @@ def install(
 
 def _activate(now: Active) -> None:
     activate(now)
-    _watch_libraries(now[0])
-
-
-def _watch_libraries(config: Config) -> None:
     # Policy "fast" requests the backend's order, and pays for no look at its operators.
-    report_libraries(None if config.policy == "fast" and not _is_overridden else _report)
+    report_libraries(None if now[0].policy == "fast" and not _is_overridden else _report)
 
 
 def _put_in_place(config: Config) -> None:
@@ -364,7 +360,7 @@ def policy(choice: PolicyChoice) -> Iterator[None]:
         if overridden != "fast" and not _is_overridden:
             _is_overridden = True
             if (now := active()) is not None:
-                _watch_libraries(now[0])
+                _activate(now)
     token = OVERRIDE.set(overridden)
     try:
         yield
